@@ -69,7 +69,7 @@ def launched(
     ranks: int, rate: str, delay: str | None, loss: float, setting: str
 ) -> tuple[dict[str, list[float]], float, float]:
     """Return seconds by message, the processors' share of other processes, and the load average."""
-    from offbeat.core.measuring.machine_load import LoadSampler
+    from offbeat.jobs.machine_load import LoadSampler
     from offbeat.lab import Cluster, Lab, launch
 
     load = os.getloadavg()[0]

@@ -73,7 +73,7 @@ from tables import machine, save
 from offbeat import Strategy
 from offbeat.core.plan import INSIDE, base_link
 from offbeat.core.plan.program import Program
-from offbeat.core.profile.elsewhere import for_members
+from offbeat.elastic.profile import for_members
 from offbeat.membership import Epoch, MembershipClient
 from offbeat.plan import Transfer
 from offbeat.strategies import create

@@ -23,7 +23,7 @@ from offbeat import Strategy
 from offbeat.core.codecs import codec, way
 from offbeat.core.plan import INSIDE, base_link
 from offbeat.core.plan.program import Program
-from offbeat.core.profile.elsewhere import for_members
+from offbeat.elastic.profile import for_members
 from offbeat.membership import Epoch
 from offbeat.plan import Plan, Transfer
 from offbeat.profile import Bucket, Link, Profile

@@ -133,10 +133,9 @@ def heartbeat(ranks: int) -> dict[str, float]:
 
     store: Any = _DictStore()
     collector = module.Heartbeat(store, 0, ranks)
-    collector._generation = 1
     status = [812, module.RUNNING, "in backward, waiting for grad of bucket layers.10.fc2", []]
     for rank in range(1, ranks):
-        store.set(str(rank), json.dumps([7, 1, status, None], separators=(",", ":")))
+        store.set(str(rank), json.dumps([7, status], separators=(",", ":")))
     collector._exchange_heartbeats()
     seconds = cost_of(collector._exchange_heartbeats)[0]
     detector = collector.detector

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 
 from offbeat.core.buckets.flat import Flat
 from offbeat.core.buckets.layout import BucketSpec, group_parameters, specs_of_profile
-from offbeat.core.measuring.replica_sample import Sample
 from offbeat.core.observers import Observer
 from offbeat.core.runtime.engine import Engine
 from offbeat.core.runtime.iteration import Iteration
 from offbeat.core.transport.device import CPU
+from offbeat.jobs.replica_sample import Sample
 from offbeat.plan import Plan, vote_channel
 from offbeat.profile import Bucket, Link, Profile
 

@@ -9,13 +9,13 @@ from offbeat.core.parts import register_parts
 
 if TYPE_CHECKING:
     from offbeat.core.checkpoint import Checkpoint, Saving, iteration, load, save
-    from offbeat.core.measuring.reported import report_metric
     from offbeat.core.plan import Plan
     from offbeat.core.profile import Profile
     from offbeat.core.runtime.prepare import prepare
     from offbeat.core.sim.trace import Trace
     from offbeat.data.shortest import join
     from offbeat.elastic.members import Members
+    from offbeat.jobs.reported import report_metric
     from offbeat.rehearsal.rehearse import RehearsedCurve, rehearse
     from offbeat.strategies import (
         ADPSGD,
@@ -97,7 +97,7 @@ _MODULES = {
     "load": "core.checkpoint",
     "prepare": "core.runtime.prepare",
     "rehearse": "rehearsal.rehearse",
-    "report_metric": "core.measuring.reported",
+    "report_metric": "jobs.reported",
     "save": "core.checkpoint",
 }
 
@@ -106,16 +106,22 @@ register_parts(
     (
         "offbeat.core.runtime.plan_session:open_plan_session",
         "offbeat.core.sim.prediction:predict_under",
+        "offbeat.elastic.profile:for_members",
         "offbeat.experiments.record.recorder:RunRecorder",
         "offbeat.jobs.meter:open_meter",
         "offbeat.jobs.metrics:metrics_of",
+        "offbeat.jobs.machine_load:LoadSampler",
+        "offbeat.jobs.machine_load:disturbing_share",
         "offbeat.jobs.observer:join_observer",
         "offbeat.jobs.observer:open_observer",
+        "offbeat.jobs.replica_sample:Sample",
         "offbeat.jobs.settings:read_settings",
         "offbeat.jobs.startup:gpu_of",
         "offbeat.jobs.startup:startup_message",
         "offbeat.jobs.startup:startup_notices",
         "offbeat.jobs.stopping:StopRequest",
+        "offbeat.lab.beside_compute:ComputeLoad",
+        "offbeat.lab.beside_compute:measure_beside",
         "offbeat.lab.pace:Pace",
         "offbeat.lab.pace:paced_profile",
         "offbeat.lab.turns:Turns",

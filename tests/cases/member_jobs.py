@@ -28,10 +28,10 @@ from cases.models import Case, batch, build_model, build_optimizer, loss_of, pro
 from cases.node_jobs import profile_in
 from cases.workers import snapshot
 from offbeat import Members, Profile, Strategy
-from offbeat.core.profile.elsewhere import for_members
 from offbeat.core.transport.link import LinkThread, Message
 from offbeat.data import MemberSampler
 from offbeat.elastic import feed as member_feed
+from offbeat.elastic.profile import for_members
 from offbeat.membership import Epoch, MembershipClient
 from offbeat.membership.ledger import Ledger
 from offbeat.membership.service import MembershipService

@@ -15,8 +15,8 @@ from torch import Tensor
 from offbeat import DreamDDP, LocalSGD, Profile
 from offbeat.core.codecs import codec, way
 from offbeat.core.plan.program import Program
-from offbeat.core.profile.elsewhere import for_members
 from offbeat.core.transport.collectives import shard_slice
+from offbeat.elastic.profile import for_members
 from offbeat.membership import Epoch
 from offbeat.plan import INSIDE, Payload, Phases, Plan, Transfer, Wire, base_link
 

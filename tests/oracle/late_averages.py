@@ -12,7 +12,7 @@ from cases.workers import snapshot
 from torch import Tensor
 
 from offbeat.core.plan.program import Program
-from offbeat.core.profile.elsewhere import for_members
+from offbeat.elastic.profile import for_members
 from offbeat.membership import Epoch
 
 

@@ -9,11 +9,15 @@ from random import Random
 import pytest
 
 from offbeat.core.plan import INSIDE
-from offbeat.core.profile.elsewhere import with_slower_links
 from offbeat.core.strategy.registry import strategy_names
 from offbeat.experiments.advice import methods as making
 from offbeat.experiments.advice import needs
-from offbeat.experiments.advice.other_networks import Network, on_networks, with_smaller_messages
+from offbeat.experiments.advice.other_networks import (
+    Network,
+    on_networks,
+    with_slower_links,
+    with_smaller_messages,
+)
 from offbeat.experiments.advice.place import Place, place_of, place_on_cluster
 from offbeat.experiments.advice.question import Question
 from offbeat.experiments.advice.sharded import hsdp, zero3

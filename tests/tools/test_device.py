@@ -9,7 +9,7 @@ from cases.layered import layered_script
 
 from offbeat.cli import entry as cli
 from offbeat.cli.texts import parse_device_speed
-from offbeat.core.profile.device_speed import Compute, DeviceSpeed, compute_s
+from offbeat.experiments.device_speed import Compute, DeviceSpeed
 from offbeat.profile import Bucket, Link, Profile
 from offbeat.sim import predict
 from offbeat.strategies import BSP, LocalSGD
@@ -34,7 +34,7 @@ def here(tmp_path, monkeypatch):
 def test_the_device_computes_and_the_messages_stay():
     for speed in (DeviceSpeed(factor=3), DeviceSpeed(iteration_s=0.02)):
         there = speed.apply(PACED)
-        assert compute_s(there) == pytest.approx(0.02)
+        assert there.compute_s == pytest.approx(0.02)
         assert (there.pace, there.links) == (0.0, PACED.links)
         assert there.step_s == pytest.approx(0.001 / 3)
         # The factor counts from the machine without its pace.

@@ -10,11 +10,9 @@ from offbeat.cli import main
 from offbeat.core.profile.elsewhere import (
     PAYLOAD,
     extrapolate,
-    for_members,
-    with_slower_links,
-    with_slower_replicas,
 )
-from offbeat.experiments.advice.other_networks import with_nodes
+from offbeat.elastic.profile import for_members, with_slower_replicas
+from offbeat.experiments.advice.other_networks import with_nodes, with_slower_links
 from offbeat.plan import Payload
 from offbeat.profile import Bucket, GradientNoise, Link, Profile
 

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offbeat.core.sim.trace import COMPUTE, Span, Trace, shift_span
+from offbeat.experiments.report.write import chrome_events
 
 SPANS = (
     Span(1, "net", "grad", 1, 3.0, 5.5, (0, 2), 12),
@@ -79,15 +80,12 @@ def test_iterations_end_with_the_slowest_rank_and_whole_periods_count():
         TRACE.iteration_s(skip=4)
 
 
-def test_window_and_names_of_spans():
-    assert TRACE.window([0, 1]) == [SPANS[1], SPANS[2], SPANS[0]]
-    assert TRACE.window([1], ranks=[1]) == [SPANS[0]]
-    assert TRACE.window([5]) == []
+def test_names_of_spans():
     assert [span.name for span in SPANS] == ["grad[0:2]", "forward[1:2]", "wait"]
 
 
 def test_chrome_form():
-    data = json.loads(json.dumps(TRACE.to_chrome()))
+    data = json.loads(json.dumps(chrome_events(TRACE)))
     events = data["traceEvents"]
     assert {e["ph"] for e in events} == {"M", "X"}
     names = [(e["pid"], e["tid"], e["args"]["name"]) for e in events if e["ph"] == "M"]

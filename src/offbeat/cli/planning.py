@@ -108,7 +108,7 @@ def simulate(  # noqa: C901
     """
     from offbeat.cli import sweep
     from offbeat.core import sim
-    from offbeat.core.profile.device_speed import Compute
+    from offbeat.experiments.device_speed import Compute
 
     if (plan is None) == (strategy is None):
         raise ValueError("simulate takes either --plan FILE or --strategy NAME")

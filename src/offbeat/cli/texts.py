@@ -14,16 +14,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from offbeat.core.measuring.reported import LOSS, is_name
 from offbeat.core.plan import Plan
 from offbeat.core.profile import Profile
-from offbeat.core.profile.device_speed import DeviceSpeed
 from offbeat.core.sim import Votes
 from offbeat.core.strategy.interface import Strategy, require_choice
 from offbeat.core.strategy.parsing import create_from_texts, pairs, parts, strategy
 from offbeat.core.strategy.registry import read_plan, setting_names
 from offbeat.core.verify.check import raise_if_wrong
+from offbeat.experiments.device_speed import DeviceSpeed
 from offbeat.experiments.record.record_file import read
+from offbeat.jobs.reported import LOSS, is_name
 
 if TYPE_CHECKING:  # imported by the commands that need it
     from offbeat.experiments.comparison import Contestant

@@ -13,7 +13,7 @@ from offbeat.core.derive import effects
 from offbeat.core.derive.effects import sends_only_gradients
 from offbeat.core.guards.replicas import average_replicas, replica_tensors
 from offbeat.core.profile import Profile
-from offbeat.core.profile.elsewhere import for_members, network_rate_bps
+from offbeat.core.profile.elsewhere import network_rate_bps
 from offbeat.core.runtime.flat_session import FlatSession
 from offbeat.core.runtime.plan_choice import iterations_between_boundaries
 from offbeat.core.runtime.recording import MemberChange, joined_processes
@@ -21,6 +21,7 @@ from offbeat.core.runtime.training_job import TrainingJob
 from offbeat.core.strategy.interface import Strategy
 from offbeat.elastic import feed as member_feed
 from offbeat.elastic.changes import MemberChanges
+from offbeat.elastic.profile import for_members
 from offbeat.elastic.samples import MemberSamples, Stream, require_equal_settings
 from offbeat.elastic.state import Feeding
 

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from offbeat.core.measuring.processors import processors
-from offbeat.core.profile.device_speed import DeviceSpeed
 from offbeat.core.sim.ranks import Ranks
 from offbeat.core.strategy.parsing import parts, text_of
 from offbeat.core.transport.addresses import require_interfaces
 from offbeat.core.transport.interfaces import parse_link
+from offbeat.experiments.device_speed import DeviceSpeed
 from offbeat.experiments.profile_for_network import ranks_on, replicas_of
 from offbeat.experiments.script import require_runnable
 from offbeat.lab import Cluster, Lab, NoLab

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from offbeat.core.measuring.machine_load import LoadSampler
 from offbeat.core.profile import Profile
 from offbeat.core.start.launch_request import SCHEMA as JOB_SCHEMA
 from offbeat.core.strategy.registry import reference_of
@@ -20,6 +19,7 @@ from offbeat.experiments.progress import Count, Progress
 from offbeat.experiments.record.disturbed import disturbance_of
 from offbeat.experiments.record.run_directory import BEFORE, LOAD, load_in
 from offbeat.experiments.script import script_name
+from offbeat.jobs.machine_load import LoadSampler
 from offbeat.lab import Lab, NoLab, launch
 from offbeat.lab import probe_report as asked
 from offbeat.strategies import BSP, Strategy

@@ -11,11 +11,11 @@ from offbeat.core import sim
 from offbeat.core.guards.script_usage import strategy_that_runs
 from offbeat.core.plan import Plan
 from offbeat.core.profile import Profile
-from offbeat.core.profile.device_speed import Compute, DeviceSpeed
 from offbeat.core.sim import Votes
 from offbeat.core.sim.ranks import Ranks
 from offbeat.core.sim.trace import whole_periods
 from offbeat.experiments.comparison import Contestant
+from offbeat.experiments.device_speed import Compute, DeviceSpeed
 from offbeat.experiments.new_run import SKIP, write_json
 from offbeat.experiments.record import record_file
 from offbeat.strategies import Strategy

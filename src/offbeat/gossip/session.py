@@ -14,12 +14,12 @@ from torch import Tensor
 from offbeat.core.buckets.attached import UncopiedHook
 from offbeat.core.guards.parameters import ParameterWatch
 from offbeat.core.guards.unwritten_weights import WeightChanges
-from offbeat.core.measuring.replica_sample import Sample
 from offbeat.core.runtime.session import Position
 from offbeat.core.runtime.training_job import TrainingJob
 from offbeat.gossip.startup import GossipSetup, join
 from offbeat.gossip.strategies import Gossip as GossipStrategy
 from offbeat.gossip.worker import Gossip
+from offbeat.jobs.replica_sample import Sample
 from offbeat.sessions.loop_session import LoopSession
 
 if TYPE_CHECKING:

@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import PrefixStore
 
-from offbeat.core.measuring.replica_sample import SampledElements
 from offbeat.core.transport.control import Control
 from offbeat.jobs.interval import Interval
 from offbeat.jobs.meter import SampleBoard, gamma
+from offbeat.jobs.replica_sample import SampledElements
 
 ROUND_S = 2.0  # time between two reads of rank 0
 CLOSE_S = 2.0  # longest wait for the thread at the end of a job

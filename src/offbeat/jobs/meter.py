@@ -15,13 +15,13 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
 from offbeat.core.measuring.loss import LossTap
-from offbeat.core.measuring.replica_sample import SampledElements
 from offbeat.core.observers import Observer
 from offbeat.core.runtime.iteration import Iteration, Timestamps
 from offbeat.core.runtime.session import Session
 from offbeat.core.runtime.training_job import TrainingJob
 from offbeat.core.transport.device import Device
 from offbeat.jobs.metrics import BYTES, DIVERGENCE, EXPOSED, LOSS, SECONDS, Log, Metrics
+from offbeat.jobs.replica_sample import SampledElements
 
 SLOTS = 8  # samples of a rank in the store; largest distance between ranks, in samples
 

@@ -18,11 +18,8 @@ import torch
 from offbeat.core.console import console
 from offbeat.core.derive.windows import Windows
 from offbeat.core.measuring.loss import LossTap
-from offbeat.core.measuring.replica_sample import Sample, SampledElements
-from offbeat.core.measuring.reported import clear_receiver, set_receiver
 from offbeat.core.plan import Plan
 from offbeat.core.profile import Profile
-from offbeat.core.profile.device_speed import compute_s
 from offbeat.core.runtime.iteration import Iteration
 from offbeat.core.runtime.recording import MemberChange, Recorder, process_facts
 from offbeat.core.runtime.session import Session
@@ -36,6 +33,8 @@ from offbeat.jobs.interval import Interval, combine
 from offbeat.jobs.monitor import JobMonitor
 from offbeat.jobs.record_folder import describe_removal, new_run, previous_attempt, remove_above
 from offbeat.jobs.record_lines import RUN_FILE, BackgroundWriter
+from offbeat.jobs.replica_sample import Sample, SampledElements
+from offbeat.jobs.reported import clear_receiver, set_receiver
 from offbeat.jobs.settings import (
     OFF,
     JobSettings,
@@ -202,7 +201,7 @@ class JobObserver(Recorder):
         self._set_windows(plan)
         self._profile = profile
         if profile is not None:
-            self._sample_every = max(100, math.ceil(SAMPLE_S / compute_s(profile)))
+            self._sample_every = max(100, math.ceil(SAMPLE_S / profile.compute_s))
         if self.monitor is not None:
             self.monitor.on_plan(plan, profile, self._next)
 

@@ -8,7 +8,6 @@ from itertools import takewhile
 from statistics import median
 from typing import Any
 
-from offbeat.core.measuring.machine_load import describe_foreign
 from offbeat.core.plan import Plan
 from offbeat.core.profile import Link, Profile
 from offbeat.core.profile.elsewhere import with_free_links
@@ -18,6 +17,7 @@ from offbeat.core.strategy.plan_memory import Memory
 from offbeat.core.strategy.registry import BASELINE, create
 from offbeat.core.transport.topology import Topology
 from offbeat.jobs.interval import Interval, recent
+from offbeat.jobs.machine_load import describe_foreign
 from offbeat.jobs.words import count_text, digits, percent, prediction_error, seconds, size
 
 DEPARTURE = 0.1  # share of the predicted seconds from which a departure is reported

@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from offbeat.core.measuring.machine_load import describe_foreign
 from offbeat.core.profile import Profile
 from offbeat.core.strategy.interface import Strategy
 from offbeat.core.transport.cluster import Cluster
 from offbeat.core.transport.topology import Topology
+from offbeat.jobs.machine_load import describe_foreign
 
 Gpu = tuple[str, int]
 """Id of a rank's GPU, and the number of GPUs that its process sees."""

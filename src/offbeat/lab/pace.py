@@ -9,16 +9,16 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from offbeat.core.measuring.processors import kernel_s, processors
+from offbeat.core.measuring.processors import processors
 from offbeat.core.observers import Observer
 from offbeat.core.profile import Profile
-from offbeat.core.profile.device_speed import compute_s
 from offbeat.core.sim.ranks import lognormal
 from offbeat.core.transport.cluster import Cluster
 
@@ -227,7 +227,7 @@ def affordable_pace(profile: Profile, cluster: Cluster) -> float:
     """Return the smallest pace for this model on this machine, rounded up to tenths. Every rank
     must call this function."""
     messages = measure_messages(cluster, profile)
-    pace = least_pace(compute_s(profile), messages, profile.ranks, processors())
+    pace = least_pace(profile.compute_s, messages, profile.ranks, processors())
     return math.ceil(pace * 10) / 10
 
 
@@ -259,3 +259,15 @@ def measure_messages(cluster: Cluster, profile: Profile) -> MessageCost:
     everyone = cluster.control.gather((seconds, own_s, kernel_s() - kernel))
     busy_s = sum(own for _, own, _ in everyone) + everyone[0][2]
     return MessageCost(max(s for s, _, _ in everyone) / count, busy_s / count)
+
+
+def kernel_s() -> float:
+    """Return the seconds that all processors have spent on interrupts, such as those of packets.
+
+    Return 0 if `/proc/stat` cannot be read.
+    """
+    try:
+        fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()
+    except OSError:
+        return 0.0
+    return sum(map(int, fields[6:8])) / os.sysconf("SC_CLK_TCK")

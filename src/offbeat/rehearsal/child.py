@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from offbeat.core.files import replace_text
-from offbeat.core.measuring.reported import set_receiver
 from offbeat.core.profile import Profile
 from offbeat.core.strategy.registry import create
 from offbeat.core.transport.topology import Topology
+from offbeat.jobs.reported import set_receiver
 from offbeat.rehearsal.clock import simulate_run
 from offbeat.rehearsal.distributed import GROUP, ScriptGroup, replace_functions
 from offbeat.rehearsal.job import topology_of, train_replicas

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from offbeat.core.plan import Buffer, Plan
 from offbeat.core.profile import Profile
-from offbeat.core.profile.elsewhere import with_replica_per_rank
+from offbeat.core.profile.elsewhere import extrapolate, repeated_ranks
 from offbeat.core.sim import simulate
 from offbeat.core.strategy.interface import Needs, Strategy, synchronous_bound_s
 from offbeat.strategies.equations import Equations, synchronous
@@ -137,3 +137,23 @@ def _channels(profile: Profile) -> int:
     other waits for a round trip; elsewhere both together take as long as one after the other.
     """
     return SIMULTANEOUS if profile.is_distant(profile.default_link.name) else 1
+
+
+def with_replica_per_rank(profile: Profile) -> Profile:
+    """Return the profile of the same job if every rank holds a replica of its own.
+
+    A ring of all ranks in order passes each link between nodes once in each step, so that its
+    messages take as long as those of a cluster with as many hosts. The ranks of a single node use
+    the link inside it. Sharded replicas stay as they are, because no rank holds a whole one.
+    """
+    if not profile.topology or profile.sharded:
+        return profile
+    flat = profile.of_replicas()
+    if profile.world_size == 1 and profile.inside is not None:
+        return replace(
+            repeated_ranks(flat, profile.ranks),
+            links=tuple(replace(profile.inside, name=link.name) for link in profile.links),
+            buckets=tuple(replace(bucket, communication_s={}) for bucket in profile.buckets),
+            contention=(),
+        )
+    return extrapolate(flat, hosts=profile.ranks)

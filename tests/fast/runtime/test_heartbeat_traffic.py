@@ -17,7 +17,7 @@ from offbeat.core.transport.failure_detector import ABORTED, FAILED, LEFT, RUNNI
 from offbeat.core.transport.heartbeat import Heartbeat
 from offbeat.core.transport.heartbeat_traffic import RECEIVED_BYTES, SENT_BYTES, traffic_bps
 
-PREFIX = f"default_pg/offbeat/{'0' * 16}/offbeat/heartbeat"  # of a job that `prepare` connects
+PREFIX = f"default_pg/offbeat/{'0' * 16}/offbeat/heartbeat/1"  # of a job that `prepare` connects
 ACTIVITY = "in backward, waiting for grad of bucket layers.10.fc2 on link 'net' in iteration 812"
 SEGMENT_BYTES = 66  # headers of a TCP segment: Ethernet, IP, TCP with timestamps
 
@@ -61,12 +61,10 @@ class CountedStore:
 
 
 def make_ranks(world_size: int) -> tuple[list[CountedStore], list[Heartbeat]]:
-    """Heartbeats without threads, in the same generation."""
+    """Heartbeats without threads."""
     values: dict[str, bytes] = {}
     stores = [CountedStore(values) for _ in range(world_size)]
     ranks = [Heartbeat(store, rank, world_size) for rank, store in enumerate(stores)]
-    for one in ranks:
-        one._generation = 1
     return stores, ranks
 
 
@@ -145,8 +143,6 @@ def test_counted_bytes_are_those_of_tcp_store() -> None:
             Heartbeat(PrefixStore(PREFIX, one), rank, 2) for rank, one in enumerate((store, client))
         ]
         counters, copies = make_ranks(2)
-        for one in (*ranks, *copies):
-            one._generation = 1
         for one in 3 * (ranks, copies):  # until the table keeps its version
             exchange(one)
         assert client.check(["key"]) is False  # its response follows all of the bytes before

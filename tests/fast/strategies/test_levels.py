@@ -10,7 +10,7 @@ import pytest
 from offbeat import WFBP, Profile, SelSync, Strategy
 from offbeat.core.derive.deferred import early_remedy
 from offbeat.core.measuring.sending import busy_throughout
-from offbeat.core.profile.elsewhere import extrapolate, with_replica_per_rank
+from offbeat.core.profile.elsewhere import extrapolate
 from offbeat.core.sim import event_engine, fast_engine
 from offbeat.core.sim.ranks import Ranks
 from offbeat.core.sim.simulation import make_job
@@ -18,6 +18,7 @@ from offbeat.core.strategy.parsing import parse
 from offbeat.plan import INSIDE, Apply, Moment, Phases, Plan, check
 from offbeat.profile import Bucket, Contention, Link
 from offbeat.sim import predict, simulate
+from offbeat.strategies.ddp import with_replica_per_rank
 from offbeat.strategies.levels import variant_of
 
 

@@ -81,7 +81,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Store, list[Heartbe
     store = Store()
     heartbeats = [Heartbeat(store, rank, RANKS) for rank in range(RANKS)]
     for one in heartbeats:
-        one.add_user()
+        one.start()
     until(
         lambda: all(
             status.heard_round > 0 for one in heartbeats for status in one.detector.statuses
@@ -346,86 +346,18 @@ def test_fork_publishes_nothing(
     assert ranks[1][3].detector.statuses[0].state == RUNNING
 
 
-def test_rank_that_left_is_suspect_in_its_generation(ranks: tuple[Store, list[Heartbeat]]) -> None:
+def test_rank_that_left_is_suspect(ranks: tuple[Store, list[Heartbeat]]) -> None:
     _, heartbeats = ranks
     heartbeats[1].iteration = 5
-    heartbeats[1].remove_user()
+    heartbeats[1].stop()
     until(lambda: heartbeats[3].detector.statuses[1].state == LEFT)
     time.sleep(1.0)
     assert heartbeats[3].detector.suspects(waited_s=0.1) == [1]
     assert heartbeats[3].detector.describe_suspect(1) == "has left after iteration 5"
-    heartbeats[2].publish(FAILED, "failed")  # a failed rank takes precedence over one that left
+    heartbeats[2].stop("failed with ValueError: x")  # precedes a rank that left
     until(lambda: heartbeats[3].detector.needs_abort)
     assert heartbeats[3].detector.suspects(waited_s=0.1) == [2]
-    heartbeats[2].publish(RUNNING, "in its script")
-    heartbeats[1].add_user()  # next generation
-    time.sleep(0.1)
-    assert heartbeats[3].detector.statuses[1].state == LEFT  # rank 3 is in the previous generation
-    heartbeats[3].remove_user()
-    heartbeats[3].add_user()
-    until(lambda: heartbeats[3].detector.statuses[1].state == RUNNING)
-    assert heartbeats[3].detector.suspects(waited_s=60.0) == []
-    for rank in (1, 3):
-        heartbeats[rank].add_user()  # second user
-    heartbeats[1].remove_user()  # one of two users
-    heard_round = heartbeats[3].detector.round
-    until(lambda: heartbeats[3].detector.statuses[1].heard_round > heard_round + 1)
-    assert heartbeats[3].detector.statuses[1].state == RUNNING
-
-
-def test_failure_is_visible_in_its_generation_only(ranks: tuple[Store, list[Heartbeat]]) -> None:
-    """Ranks in the same generation read the failure; ranks in the next generation do not."""
-    _, heartbeats = ranks
-    heartbeats[1].publish(REPORTED, "gave up", suspects=[2])
-    heartbeats[2].remove_user("failed with ValueError: x")
-    heartbeats[1].remove_user()
-    for rank in (1, 2):
-        heartbeats[rank].add_user()
-    until(lambda: heartbeats[3].detector.statuses[2].state == FAILED)
-    assert heartbeats[3].detector.needs_abort
-    assert heartbeats[3].detector.suspects(waited_s=0.0) == [2]
     assert heartbeats[3].detector.describe_suspect(2) == "failed with ValueError: x"
-    heartbeats[3].remove_user()
-    heartbeats[3].add_user()
-    until(lambda: {heartbeats[3].detector.statuses[rank].state for rank in (1, 2)} == {RUNNING})
-    assert not heartbeats[3].detector.needs_abort
-    assert heartbeats[3].detector.suspects(waited_s=0.0) == []
-
-
-@pytest.mark.parametrize(
-    ("generation", "previous", "activity"),
-    [
-        (1, None, heartbeat.IN_SCRIPT),
-        (2, [1, [4, LEFT, "has left", []]], "in forward"),
-        (3, [2, [4, LEFT, "has left", []]], "has left"),
-        (3, None, "in forward"),
-        (4, [3, [4, LEFT, "has left", []]], "in forward"),  # that of neither is of generation 2
-    ],
-)
-def test_status_of_a_sender_in_the_generation_of_its_reader(
-    generation: int, previous: list[Any] | None, activity: str
-) -> None:
-    reader = Heartbeat(Store(), 0, 2)
-    reader._generation = 2
-    status = [5, RUNNING, "in forward", []]
-    assert reader._select_status(generation, status, previous)[2] == activity
-
-
-def test_status_of_an_earlier_generation_is_ignored(
-    ranks: tuple[Store, list[Heartbeat]],
-) -> None:
-    """A rank in an earlier generation has the initial status."""
-    _, heartbeats = ranks
-    heartbeats[1].publish(ABORTED, "gave up in backward")
-    until(lambda: heartbeats[3].detector.needs_abort)
-    heartbeats[3].add_user()
-    until(lambda: not heartbeats[3].detector.needs_abort)
-    assert str(heartbeats[3].detector.statuses[1]) == heartbeat.IN_SCRIPT
-    heartbeats[1].add_user()
-    heartbeats[1].activity = "in forward"
-    until(lambda: read_status(heartbeats[3], 1).activity == "in forward")
-    for one in (heartbeats[1], heartbeats[3]):
-        one.remove_user()
 
 
 def test_suspects_of_other_ranks_count(ranks: tuple[Store, list[Heartbeat]]) -> None:
@@ -458,7 +390,7 @@ def test_end_of_rank_0_explains_the_loss_of_its_store(
 ) -> None:
     store, heartbeats = ranks
     detector = heartbeats[3].detector
-    heartbeats[0].remove_user()
+    heartbeats[0].stop()
     until(lambda: detector.statuses[0].state == LEFT)
     store.gone = True
     until(lambda: detector.store_lost_s is not None)
@@ -586,16 +518,19 @@ def test_rank_0_keeps_its_store_open(
         heartbeats[0].keep_store_open(LONG_S)
 
 
-def test_one_heartbeat_per_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heartbeats_of_other_process_groups_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of one process group are independent of each other: a model may be closed alone."""
     monkeypatch.setattr(heartbeat, "_heartbeats", [])
     monkeypatch.setattr(heartbeat, "_install_exit_hooks", lambda: None)
     store, other = HashStore(), HashStore()
-    first = heartbeat.process_heartbeat(store, 0, 1)
-    assert heartbeat.process_heartbeat(store, 0, 1) is first
-    first.add_user()
-    assert heartbeat.process_heartbeat(other, 0, 1) is not first
-    assert first.state == LEFT  # a replaced heartbeat has stopped
-    assert first._stopped.is_set()
+    first, second = (heartbeat.open_heartbeat(store, name, 0, 1) for name in "12")
+    first.stop()
+    assert (first.state, second.state) == (LEFT, RUNNING)
+    third = heartbeat.open_heartbeat(other, "1", 0, 1)
+    assert second.state == LEFT
+    assert second._stopped.is_set()
+    assert third.state == RUNNING
+    third.stop()
 
 
 # ---- restarts -------------------------------------------------------------------------------

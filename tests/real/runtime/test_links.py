@@ -26,7 +26,8 @@ import offbeat
 from offbeat.cli import entry as cli
 from offbeat.core.start.connecting import link_specs
 from offbeat.core.start.launch_request import current_links
-from offbeat.core.transport import interfaces, store_agreement
+from offbeat.core.transport import agreement, interfaces
+from offbeat.core.transport.agreement import StoreAgreement, compare_versions
 from offbeat.core.transport.cluster import Cluster, connect
 from offbeat.core.transport.collectives import (
     ASKED_BYTES,
@@ -49,7 +50,6 @@ from offbeat.core.transport.interfaces import (
     parse_link,
     unreachable,
 )
-from offbeat.core.transport.store_agreement import StoreAgreement
 from offbeat.core.transport.topology import Topology
 from offbeat.plan import Moment, Verb, transfer
 
@@ -549,7 +549,7 @@ def test_all_groups_are_on_the_first_link_unless_the_variable_names_another_inte
 def agreement_of(store: Any, rank: int, version: str, limit_s: float = 10.0) -> str:
     try:
         with StoreAgreement(store, rank, 2, limit_s) as ranks:
-            ranks.compare_versions(version)
+            ranks.hosts = compare_versions(ranks, version, "2.13.0")
             return str(ranks.gather([rank, ranks.hosts == [socket.gethostname()] * 2]))
     except (RuntimeError, ValueError) as error:
         return str(error)
@@ -622,9 +622,9 @@ def test_large_jobs_connect_pairs_with_their_first_message(monkeypatch: pytest.M
 
 
 def test_a_rank_that_does_not_answer_in_the_store_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_agreement, "STAYS_S", 0.0)
+    monkeypatch.setattr(agreement, "STAYS_S", 0.0)
     text = agreement_of(HashStore(), 0, "1", 0.1)
-    assert text.startswith("rank 1 has not answered within 0.1 s: it has failed, or has an earlier")
+    assert text.startswith("rank 1 has not answered within 0.1 s: it has failed, or has another")
 
 
 # ---- links that are not alike ---------------------------------------------------------------

@@ -12,11 +12,11 @@ from cases.batches import Batch, Call
 from cases.metrics_workers import EVERY, LR, SIZES, STEPS, log_alone, log_on_full_disk, logged
 
 from offbeat import ADPSGD, DDP, WFBP, LocalSGD
-from offbeat.core.measuring.replica_sample import SampledElements
 from offbeat.core.runtime.iteration import MomentTimes, Timestamps
 from offbeat.core.transport.device import CPU
 from offbeat.jobs.meter import Meter, exposed_communication_s, gamma
 from offbeat.jobs.metrics import Metrics, Prometheus, TensorBoard, WandB
+from offbeat.jobs.replica_sample import SampledElements
 
 NUMBERS = {"loss": 0.5, "bytes_per_iteration/net": 40.0, "bytes_per_iteration/eth1": 2.0}
 

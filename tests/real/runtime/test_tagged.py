@@ -29,12 +29,12 @@ class Wire:
         self.ranks = ranks
         pairs = product(range(ranks), repeat=2)
         self._queues: dict[tuple[int, int], Queue[torch.Tensor]] = {pair: Queue() for pair in pairs}
-        self.sent: dict[int, list[int]] = defaultdict(list)  # numbers of rows, by sender
+        self.sent: dict[int, list[int]] = defaultdict(list)  # bytes, by sender
 
     def group(self, rank: int) -> Any:
         def send(tensors: list[torch.Tensor], target: int, tag: int) -> Any:
             assert tag == TAG
-            self.sent[rank].append(len(tensors[0]))
+            self.sent[rank].append(tensors[0].nbytes)
             self._queues[rank, target].put(tensors[0].clone())
             return SimpleNamespace(wait=lambda: None)
 
@@ -69,7 +69,7 @@ def test_every_rank_has_the_rows_of_all(ranks: int) -> None:
     assert tables == [expected] * ranks
     for rank in range(1, ranks):
         assert len(wire.sent[rank]) == ceil(log2(ranks))
-        assert sum(wire.sent[rank]) == ranks - 1
+        assert sum(wire.sent[rank]) == 3 * 8 * (ranks - 1)  # rows of three numbers
 
 
 @pytest.mark.parametrize("ranks", range(1, 10))

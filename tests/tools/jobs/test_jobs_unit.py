@@ -20,7 +20,6 @@ from cases.made_jobs import made_interval
 from torch.distributed import HashStore
 
 from offbeat import WFBP
-from offbeat.core.measuring.replica_sample import SampledElements
 from offbeat.core.runtime.iteration import Iteration, Timestamps
 from offbeat.core.transport.device import CPU
 from offbeat.jobs import board, monitor, observer, record_lines, tally
@@ -28,6 +27,7 @@ from offbeat.jobs.board import Board
 from offbeat.jobs.interval import Interval, combine, quantile
 from offbeat.jobs.monitor import JobMonitor
 from offbeat.jobs.record_lines import LineWriter, load
+from offbeat.jobs.replica_sample import SampledElements
 from offbeat.jobs.settings import JobSettings
 from offbeat.jobs.tally import Tally
 from offbeat.profile import Bucket, Link, Profile

@@ -24,13 +24,13 @@ from torch import nn
 
 import offbeat
 from offbeat import DreamDDP, Strategy
-from offbeat.core.profile.elsewhere import with_replica_per_rank
 from offbeat.core.runtime.training_job import Watch
 from offbeat.core.strategy.parsing import parse
 from offbeat.experiments.advice.place import Place
 from offbeat.rehearsal.job import train_replicas
 from offbeat.rehearsal.replica import Replica
 from offbeat.sim import predict, simulate
+from offbeat.strategies.ddp import with_replica_per_rank
 
 
 def rehearse(

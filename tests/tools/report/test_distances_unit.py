@@ -15,7 +15,6 @@ from torch import nn
 from offbeat import A2CiD2, Profile, sim
 from offbeat.core.buckets.flat import Flat
 from offbeat.core.buckets.layout import BucketSpec
-from offbeat.core.measuring.replica_sample import Sample
 from offbeat.experiments.record.run_directory import Repetition
 from offbeat.experiments.report import load
 from offbeat.experiments.report.divergence import gamma, relative_distances
@@ -28,6 +27,7 @@ from offbeat.experiments.report.gossip import (
     visible_part,
 )
 from offbeat.experiments.report.pace_notes import describe_pace
+from offbeat.jobs.replica_sample import Sample
 from offbeat.profile import Bucket, Link
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from offbeat.core.measuring.machine_load import Load, LoadSample, Tally
 from offbeat.experiments.record.disturbed import disturbance_of
+from offbeat.jobs.machine_load import Load, LoadSample, LoadTally
 
 PACE = {"pace": 5.0, "iterations": 12, "missed": 3, "worst": 0.9, "mean": 0.01}
 
@@ -13,7 +13,7 @@ PACE = {"pace": 5.0, "iterations": 12, "missed": 3, "worst": 0.9, "mean": 0.01}
 def load(*shares: tuple[float, float, float], processors: int = 2) -> Load:
     """Of samples each half a second long: shares of the processors that others took, that were
     idle, and that the launch itself took."""
-    tally, at_s, busy_s, idle_s, own_s = Tally(processors), 100.0, 900.0, 5000.0, 30.0
+    tally, at_s, busy_s, idle_s, own_s = LoadTally(processors), 100.0, 900.0, 5000.0, 30.0
     tally.add(LoadSample(at_s, busy_s, idle_s, own_s))
     for foreign, idle, own in shares:
         whole_s = 0.5 * processors

@@ -10,8 +10,8 @@ from cases.pages import comparison_of, read
 import offbeat
 from offbeat.cli import entry as cli
 from offbeat.cli import texts
-from offbeat.core.measuring.reported import set_receiver
 from offbeat.experiments import report
+from offbeat.jobs.reported import set_receiver
 from offbeat.profile import Bucket, Link, Profile
 
 SCRIPT = """

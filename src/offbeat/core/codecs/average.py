@@ -21,6 +21,7 @@ from offbeat.core.codecs.pieces import CUT, PIECE, elements_per_pass
 from offbeat.core.codecs.powersgd import matrix_shape
 from offbeat.core.codecs.rows import HEAD_BYTES, Rows, make_tables, read_heads, write_heads
 from offbeat.core.codecs.tensor_codecs import code
+from offbeat.core.plan.semantics import is_finite, shard_slice
 from offbeat.core.transport.collectives import Collectives
 
 PARTS = 4  # least parts that two ranks encode and send one after the other
@@ -141,7 +142,7 @@ class OriginError(RuntimeError):
 
 def average(part: Part, how: Settings, act: Collectives) -> Outcome:
     """Average one part over all ranks of a group and store the results in `part`."""
-    bad = act.is_any(not (part.are_within(LARGEST / act.size) and _is_finite(part.plain)))
+    bad = act.is_any(not (part.are_within(LARGEST / act.size) and is_finite(part.plain)))
     if bad:
         part.clear()
         part.plain = torch.zeros_like(part.plain)
@@ -152,7 +153,7 @@ def average(part: Part, how: Settings, act: Collectives) -> Outcome:
     }
     memory = dict(part.memory)
     outcome = by_way[how.via](part, how, act, bad)
-    if not outcome.bad and part.mean is not None and not _is_finite(part.mean):
+    if not outcome.bad and part.mean is not None and not is_finite(part.mean):
         # The values overflow the codec or the sum, on all ranks. Discard the codec's new state.
         part.memory.clear()
         part.memory.update(memory)
@@ -180,7 +181,7 @@ def send(
     rows = Rows(how.codec.bytes_of(size, dtype.itemsize), part.plain.nbytes)
     row = rows.make(1, part.numbers.device)
     if gives:
-        bad = not (part.are_within(LARGEST) and _is_finite(part.plain))
+        bad = not (part.are_within(LARGEST) and is_finite(part.plain))
         write_heads(row[0], bad, how.origin)
         code(how.codec).encode(part.numbers, rows.codes(row[0]))
         rows.plain_numbers(row[0], part.plain.dtype).copy_(part.plain)
@@ -340,11 +341,6 @@ def _average_by_reduce(part: Part, how: Settings, act: Collectives, bad: bool) -
     return Outcome(bad_ones, sent)
 
 
-def _is_finite(x: Tensor) -> bool:
-    """Return whether all elements are finite. Check elements one by one only if the sum is not."""
-    return not x.numel() or math.isfinite(x.sum().item()) or bool(torch.isfinite(x).all())
-
-
 def are_within(x: Tensor, most: float) -> bool:
     """Return whether the magnitudes of all elements are at most `most`; false with NaN."""
     if not x.numel():
@@ -392,7 +388,7 @@ def equivalent_bytes(
     if via == "gather":
         return ranks * Rows(codec.bytes_of(size, itemsize), plain_bytes).bytes // 2
     if via == "scatter":
-        first = shards(size, ranks, codec.grain)[0]
+        first = shard_slice(size, ranks, 0, codec.grain)
         most = codec.bytes_of(first.stop - first.start, itemsize)
         return ranks * (Rows(most).bytes + Rows(most, plain_bytes).bytes) // 2
     return codec.bytes_of(size, itemsize) + plain_bytes + HEAD * ranks * itemsize

@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from offbeat.core.plan.semantics import shard_slice
 from offbeat.core.rules.vocabulary import Setting
 
 Array = NDArray[np.float64]
@@ -146,8 +147,7 @@ def align(size: int, unit: int) -> int:
 
 def shards(size: int, count: int, grain: int) -> list[slice]:
     """Cut `size` elements into `count` shards of equally many grains; the last may be shorter."""
-    each = -(-size // (grain * count)) * grain
-    return [slice(min(size, k * each), min(size, (k + 1) * each)) for k in range(count)]
+    return [shard_slice(size, count, k, grain) for k in range(count)]
 
 
 def scales_of(x: Array, peak: float) -> Array:

@@ -6,7 +6,6 @@ import torch
 
 from offbeat.core.measuring.timing import Budget, Probe, measure_messages
 from offbeat.core.profile import Link, Profile
-from offbeat.core.profile.device_speed import compute_s
 from offbeat.core.transport.cluster import Cluster
 from offbeat.core.transport.collectives import Collective
 
@@ -60,7 +59,7 @@ def compare_link(probe: Probe, collective: Collective, link: Link, profile: Prof
         size = min(4 * size, total)
     if max(measured_s, predicted_s) <= RATIO * min(measured_s, predicted_s):
         return None
-    if abs(measured_s - predicted_s) * total / size <= max(SHARE * compute_s(profile), LEAST_S):
+    if abs(measured_s - predicted_s) * total / size <= max(SHARE * profile.compute_s, LEAST_S):
         return None
     return (
         f"the profile is of another network: {size:,} bytes on link {link.name!r} take "

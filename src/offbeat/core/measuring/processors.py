@@ -1,11 +1,8 @@
-"""Number of processors, and their time spent on interrupts."""
+"""Processors that this process may use."""
 
 from __future__ import annotations
 
 import os
-from pathlib import Path
-
-STAT = Path("/proc/stat")
 
 
 def processors() -> int:
@@ -18,15 +15,3 @@ def processor_bits() -> int:
     if hasattr(os, "sched_getaffinity"):
         return sum(1 << number for number in os.sched_getaffinity(0))
     return (1 << (os.cpu_count() or 1)) - 1
-
-
-def kernel_s() -> float:
-    """Return the seconds that all processors have spent on interrupts, such as those of packets.
-
-    Return 0 if `/proc/stat` cannot be read.
-    """
-    try:
-        fields = STAT.read_text().split("\n", 1)[0].split()
-    except OSError:
-        return 0.0
-    return sum(map(int, fields[6:8])) / os.sysconf("SC_CLK_TCK")

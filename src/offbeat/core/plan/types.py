@@ -142,8 +142,24 @@ class Payload:
         return slice(size * self.part // self.parts, size * (self.part + self.width) // self.parts)
 
 
+class _Settings:
+    """Settings of a codec, a rule or a vote."""
+
+    __slots__ = ()
+    args: Args
+
+    def arg(self, name: str, default: Any = None) -> Any:
+        """Return a setting, or `default`.
+
+        Args:
+            name: name of the setting.
+            default: value if the setting is not given.
+        """
+        return next((value for key, value in self.args if key == name), default)
+
+
 @dataclass(frozen=True, slots=True)
-class Wire:
+class Wire(_Settings):
     """Codec of a transfer: the message carries the encoded payload.
 
     With an anchor, the codec encodes the difference between the payload and the anchor. The anchor
@@ -166,15 +182,6 @@ class Wire:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "args", _pairs(self.args))
-
-    def arg(self, name: str, default: Any = None) -> Any:
-        """Return a setting of the codec, or `default`.
-
-        Args:
-            name: name of the setting.
-            default: value if the setting is not given.
-        """
-        return dict(self.args).get(name, default)
 
 
 @dataclass(frozen=True)
@@ -260,7 +267,7 @@ class Transfer:
 
 
 @dataclass(frozen=True)
-class Apply:
+class Apply(_Settings):
     """Rule of local arithmetic on some buckets, executed at a moment.
 
     Attributes:
@@ -288,19 +295,6 @@ class Apply:
         object.__setattr__(self, "phases", Phases(self.phases))
         object.__setattr__(self, "args", _pairs(self.args))
 
-    @cached_property
-    def _settings(self) -> dict[str, Any]:
-        return dict(self.args)
-
-    def arg(self, name: str, default: Any = None) -> Any:
-        """Return a setting of the rule, or `default`.
-
-        Args:
-            name: name of the setting.
-            default: value if the setting is not given.
-        """
-        return self._settings.get(name, default)
-
     @property
     def id(self) -> str:
         """Return the name of the apply for messages and texts."""
@@ -308,7 +302,7 @@ class Apply:
 
 
 @dataclass(frozen=True)
-class Vote:
+class Vote(_Settings):
     """Decision at run time that is the same on all ranks: yes if at least one rank votes yes.
 
     Attributes:
@@ -332,15 +326,6 @@ class Vote:
     def __post_init__(self) -> None:
         object.__setattr__(self, "phases", Phases(self.phases))
         object.__setattr__(self, "args", _pairs(self.args))
-
-    def arg(self, name: str, default: Any = None) -> Any:
-        """Return a setting of the rule, or `default`.
-
-        Args:
-            name: name of the setting.
-            default: value if the setting is not given.
-        """
-        return dict(self.args).get(name, default)
 
 
 @dataclass(frozen=True)

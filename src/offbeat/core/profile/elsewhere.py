@@ -12,10 +12,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import cycle, islice
-from statistics import fmean
 from typing import TypeVar
 
-from offbeat.core.profile.facts import Bucket, Link, Profile, scaled_compute
+from offbeat.core.profile.facts import Bucket, Link, Profile
 from offbeat.core.profile.records import Points
 
 T = TypeVar("T")
@@ -66,41 +65,6 @@ def extrapolate(
     )
 
 
-def for_members(
-    profile: Profile, members: int, earlier: Sequence[int | None] | None = None
-) -> Profile:
-    """Return the profile of a job after a change of its members.
-
-    The profile of one member keeps the costs of messages of two, which it does not send.
-
-    Args:
-        profile: profile of at least two replicas, or a result of this function.
-        members: number of replicas.
-        earlier: for each replica its index in `profile`; None if it was not measured, so that it
-            computes as long as the mean of the measured ones. By default properties of single
-            replicas are repeated in turn.
-    """
-    several = repeated_ranks(profile, 2) if profile.world_size == 1 else profile
-    several = extrapolate(several, hosts=max(members, 2))
-    found = several if members > 1 else repeated_ranks(several, 1)
-    if earlier is None:
-        earlier = [i % profile.world_size for i in range(members)]
-    if [*earlier] == [*range(profile.world_size)]:
-        return found
-    if profile.topology:
-        sizes = tuple(profile.topology[0 if i is None else i] for i in earlier)
-        found = replace(found, topology=sizes)
-    if profile.rank_jitter:
-        jitters = [profile.jitter if i is None else profile.rank_jitter[i] for i in earlier]
-        alike = len({*jitters}) == 1
-        jitter = fmean(jitters)
-        found = replace(found, jitter=jitter, rank_jitter=() if alike else tuple(jitters))
-    if not profile.rank_scale:
-        return found
-    scale = [1.0 if i is None else profile.rank_scale[i] for i in earlier]
-    return with_slower_replicas(replace(found, rank_scale=()), scale)
-
-
 def with_free_links(profile: Profile) -> Profile:
     """Return the profile with messages that take no time between replicas, of which one alone sends
     none."""
@@ -121,80 +85,6 @@ def repeated_ranks(profile: Profile, ranks: int) -> Profile:
         rank_scale=_repeat(profile.rank_scale, ranks),
         rank_jitter=_repeat(profile.rank_jitter, ranks),
     )
-
-
-def with_replica_per_rank(profile: Profile) -> Profile:
-    """Return the profile of the same job if every rank holds a replica of its own.
-
-    A ring of all ranks in order passes each link between nodes once in each step, so that its
-    messages take as long as those of a cluster with as many hosts. The ranks of a single node use
-    the link inside it. Sharded replicas stay as they are, because no rank holds a whole one.
-    """
-    if not profile.topology or profile.sharded:
-        return profile
-    flat = profile.of_replicas()
-    if profile.world_size == 1 and profile.inside is not None:
-        return replace(
-            repeated_ranks(flat, profile.ranks),
-            links=tuple(replace(profile.inside, name=link.name) for link in profile.links),
-            buckets=tuple(replace(bucket, communication_s={}) for bucket in profile.buckets),
-            contention=(),
-        )
-    return extrapolate(flat, hosts=profile.ranks)
-
-
-def with_device_speed(profile: Profile, speed: float) -> Profile:
-    """Return the profile of devices that compute `speed` times as fast.
-
-    Forward, backward, updates and the rest of the loop are scaled. Messages and codecs keep their
-    measured times. The result has no pace: its times are those of the device, not of an emulated
-    host.
-
-    Raises:
-        ValueError: `speed` is not finite or not above 0.
-    """
-    if not 0 < speed < math.inf:
-        raise ValueError(f"speed ({speed:g}) of the device must be finite and above 0")
-    times = scaled_compute(profile, 1 / speed)
-    return replace(profile, other_s=profile.other_s / speed, pace=0.0, **times)
-
-
-def with_slower_links(profile: Profile, times: float) -> Profile:
-    """Return the profile with message times multiplied by `times`. Coding keeps its measured
-    times."""
-    buckets = tuple(
-        bucket.with_given_times(lambda _, seconds: seconds * times) for bucket in profile.buckets
-    )
-    links = tuple(_slow_down(link, times) for link in profile.links)
-    return replace(profile, links=links, buckets=buckets)
-
-
-def _slow_down(link: Link, times: float) -> Link:
-    def slower(points: Points, _: float = 1.0) -> Points:
-        return tuple((size, seconds * times) for size, seconds in points)
-
-    return link.with_times(
-        lambda latency_s, rate, _: (latency_s * times, rate / times),
-        slower,
-        after_pause=slower(link.after_pause),
-        vote_s=link.vote_s and link.vote_s * times,
-    )
-
-
-def with_slower_replicas(profile: Profile, times: Sequence[float]) -> Profile:
-    """Return the profile with the compute times of each replica multiplied by a factor.
-
-    Args:
-        profile: measured profile.
-        times: one factor per replica.
-    """
-    before = profile.rank_scale or (1.0,) * profile.world_size
-    scale = [one * factor for one, factor in zip(before, times, strict=True)]
-    mean = fmean(scale)
-    if all(factor == times[0] for factor in times):
-        return replace(profile, **scaled_compute(profile, times[0]))
-    relative = tuple(one / mean for one in scale)
-    return replace(profile, rank_scale=relative, **scaled_compute(profile, mean))
 
 
 def ring_passes(ranks: int) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from offbeat.core.plan import CHANNEL, INSIDE
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from offbeat.core.profile import Bucket, Contention, Link, Profile
 
 HALVES = ("reduce_scatter", "all_gather")
+POSITIVE = ("bytes_per_s", "asked_rate_bps", "pair_bytes_per_s", "element_bytes")  # not 0
 
 
 def validate(profile: Profile) -> None:  # noqa: C901
@@ -35,15 +36,10 @@ def validate(profile: Profile) -> None:  # noqa: C901
         _validate_contention(contention, [link.name for link in profile.all_links])
     _require_unique("codec", [codec.name for codec in profile.codecs])
     for codec in profile.codecs:
-        for name, seconds in asdict(codec).items():
-            if name != "name":
-                _require_number(f"{name} of codec {codec.name!r}", seconds)
+        _validate_numbers(codec, f" of codec {codec.name!r}")
     for bucket in profile.buckets:
         _validate_bucket(bucket, {link.name for link in profile.all_links})
-    shares = ("jitter", "foreign_share")
-    for name in ("update_s", "other_s", "step_s", "pace", "broadcast_bytes", *shares):
-        _require_number(name, getattr(profile, name))
-    _require_number("element_bytes", profile.element_bytes, positive=True)
+    _validate_numbers(profile)
     for name, values in (("rank_scale", profile.rank_scale), ("rank_jitter", profile.rank_jitter)):
         if values and len(values) != profile.world_size:
             raise ValueError(
@@ -92,12 +88,7 @@ def _validate_link(link: Link) -> None:
         raise ValueError(
             f"connections of link {link.name!r} ({link.connections!r}) must be at least 1"
         )
-    numbers = ("latency_s", "cpu_s_per_message", "cpu_s_per_byte", "jitter", "vote_s", "pause_s")
-    rates = ("bytes_per_s", "asked_rate_bps", "pair_bytes_per_s")
-    for name in (*numbers, *rates, "asked_latency_s", "asked_loss"):
-        value = getattr(link, name)
-        if value is not None or name not in ("vote_s", "asked_rate_bps", "pair_bytes_per_s"):
-            _require_number(f"{name} of link {link.name!r}", value, positive=name in rates)
+    _validate_numbers(link, f" of link {link.name!r}")
     _validate_points("a small message", link.name, link.small)
     _validate_points("a message after a pause", link.name, link.after_pause)
     if any(size < 1 for size, _ in link.after_pause):
@@ -139,9 +130,7 @@ def _validate_contention(contention: Contention, links: Sequence[str]) -> None:
 
 
 def _validate_bucket(bucket: Bucket, links: set[str]) -> None:
-    sizes = ("size_bytes", "buffer_bytes", "state_bytes")
-    for name in ("forward_s", "backward_s", *sizes):
-        _require_number(f"{name} of bucket {bucket.name!r}", getattr(bucket, name))
+    _validate_numbers(bucket, f" of bucket {bucket.name!r}")
     if not isinstance(bucket.communication_s, Mapping):
         raise ValueError(
             f"communication_s of bucket {bucket.name!r} must map link names to seconds"
@@ -153,6 +142,14 @@ def _validate_bucket(bucket: Bucket, links: set[str]) -> None:
                 f"which must be one of {', '.join(sorted(links))}"
             )
         _require_number(f"communication_s[{link!r}] of bucket {bucket.name!r}", seconds)
+
+
+def _validate_numbers(record: Any, of: str = "") -> None:
+    """Raise ValueError unless all fields of a record that are numbers have valid values."""
+    for own in fields(record):
+        value = getattr(record, own.name)
+        if own.type in ("int", "float") or (own.type == "float | None" and value is not None):
+            _require_number(f"{own.name}{of}", value, positive=own.name in POSITIVE)
 
 
 def _require_unique(what: str, names: Sequence[str]) -> None:

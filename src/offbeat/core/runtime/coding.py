@@ -28,7 +28,7 @@ from offbeat.core.codecs.spares import Spares
 from offbeat.core.codecs.tensor_codecs import code
 from offbeat.core.guards.finite import all_finite, find_bad_ranks
 from offbeat.core.plan import Plan, Transfer, Wire
-from offbeat.core.strategy.plan_memory import stays_in_storage
+from offbeat.core.strategy.plan_memory import kept_in_storage
 from offbeat.core.transport.collectives import Collectives, Levels
 
 
@@ -125,7 +125,7 @@ class Coding:
         self, plan: Plan, flat: Flat, memory: dict[str, Any], *, defers_errors: bool = False
     ) -> None:
         self._flat, self._memory, self._defers_errors = flat, memory, defers_errors
-        self._plan, self._stored = plan, dict[int, bool]()
+        self._stored = frozenset[int]() if defers_errors else kept_in_storage(plan)
         wires = [t.wire for t in plan.transfers if t.wire is not None]
         self._anchors = sorted({wire.anchor for wire in wires if wire.anchor is not None})
         self._errors = sorted({wire.error for wire in wires if wire.error is not None})
@@ -220,9 +220,7 @@ class Coding:
     def stays_in_storage(self, t: Transfer) -> bool:
         """Return whether a message may be encoded from the storage, not from a copy: its codes are
         decoded by parts, and nothing else uses the parameters until it is due."""
-        if id(t) not in self._stored:
-            self._stored[id(t)] = not self._defers_errors and stays_in_storage(t, self._plan)
-        return self._stored[id(t)]
+        return id(t) in self._stored
 
     def encode_in_storage(self, t: Transfer, copy: int, planned: int) -> CodedMessage:
         """Return a message that stores its result itself, see `stays_in_storage`.

@@ -11,11 +11,9 @@ from typing import Any
 
 from offbeat.core.files import write_or_warn
 from offbeat.core.guards.script_usage import UsageRecorder, combine_usage
-from offbeat.core.measuring.beside_compute import ComputeLoad, measure_beside
 from offbeat.core.measuring.codec_speed import measure_codecs
 from offbeat.core.measuring.idle_links import measure_pauses
 from offbeat.core.measuring.links import measure_cluster, measure_inside, worthwhile_bytes
-from offbeat.core.measuring.machine_load import LoadSampler, disturbing_share
 from offbeat.core.measuring.observe import ProfileObserver, observing_plan
 from offbeat.core.observers import Observer
 from offbeat.core.parts import part
@@ -54,7 +52,9 @@ class FirstIterations(Observer):
         self._runner, self._engine, self._run_alone = runner, runner.engine, run_alone
         # Whether the model's layers are emulated by sleeping.
         self._is_emulated = bool(getattr(job.model, "emulated", False))
-        self._load = LoadSampler(os.getppid())  # the launcher's other ranks are no other programs
+        self._load = part("LoadSampler")(
+            os.getppid()
+        )  # the launcher's other ranks are no other programs
         self.observer: ProfileObserver | None = None
         self._turns: Any = None  # of the ranks of this machine
 
@@ -142,8 +142,9 @@ class FirstIterations(Observer):
             profile = Profile.from_dict(control.share_first(paced.to_dict()))
         # Before `measure_beside`, because ranks do not compute while they pause.
         profile = measure_pauses(cluster, flat, profile)
-        profile = measure_beside(cluster, flat, profile)
-        with ComputeLoad(profile) if profile.pace else nullcontext():
+        if profile.pace:
+            profile = part("measure_beside")(cluster, flat, profile)
+        with part("ComputeLoad")(profile) if profile.pace else nullcontext():
             profile = measure_codecs(cluster, profile)
         self._load.sample()
         profile = replace(profile, foreign_share=self._foreign_share())
@@ -154,5 +155,5 @@ class FirstIterations(Observer):
         """Return the largest share of the processors of a host that other programs used, if they
         disturbed the measurement; otherwise 0. `offbeat profile` samples the load itself."""
         load = None if self._job.request.stop_after_profile else self._load.load()
-        own = disturbing_share(load and load.record())
+        own = part("disturbing_share")(load and load.record())
         return max(share or 0.0 for share in self._job.cluster.control.gather(own))

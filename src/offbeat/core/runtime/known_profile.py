@@ -9,8 +9,8 @@ from torch import nn
 
 from offbeat.core.buckets.layout import parameter_counts
 from offbeat.core.measuring.network_check import compare_network
+from offbeat.core.parts import part
 from offbeat.core.profile import Profile
-from offbeat.core.profile.elsewhere import for_members
 from offbeat.core.runtime.model_checks import fingerprint_of
 from offbeat.core.start.launch_request import LaunchRequest
 from offbeat.core.transport.cluster import Cluster
@@ -67,7 +67,7 @@ def find_profile(  # noqa: C901
         return KnownProfile(None, cache)
     known = Profile.from_dict(result["profile"])
     if cluster.control.has_members and known.world_size > 1:
-        known = for_members(known, cluster.topology.replicas)
+        known = part("for_members")(known, cluster.topology.replicas)
     mismatch = _find_mismatch(known, model, cluster, job)
     is_cache = cache is not None and job.profile is None and known.model
     if mismatch is not None and not is_cache:

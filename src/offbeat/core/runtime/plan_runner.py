@@ -16,7 +16,7 @@ from offbeat.core.derive.deferred import early_remedy
 from offbeat.core.derive.effects import sends_only_gradients
 from offbeat.core.guards.convergence import ConvergenceGuard, Finding
 from offbeat.core.guards.script_usage import UsageRecorder, combine_usage
-from offbeat.core.measuring.replica_sample import Sample
+from offbeat.core.parts import part
 from offbeat.core.plan import INSIDE, Plan, base_link, vote_channel
 from offbeat.core.profile import Profile, ScriptUsage
 from offbeat.core.runtime.engine import Engine
@@ -126,7 +126,7 @@ class PlanRunner:
         if recorder:
             recorder.start(str(strategy), self.plan, observed, self._choice.profile)
             if not engine.flat.is_sharded:  # ranks of a node hold different parameters
-                recorder.set_sample(partial(Sample.of, engine.flat))
+                recorder.set_sample(partial(part("Sample").of, engine.flat))
         self.stop_monitor()
         if self._monitor is not None:
             self.convergence = ConvergenceGuard(engine)

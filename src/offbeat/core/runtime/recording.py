@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from offbeat.core.console import console
-from offbeat.core.measuring.replica_sample import Sample
 from offbeat.core.observers import Observer
 from offbeat.core.plan import Plan
 from offbeat.core.profile import Profile
@@ -105,7 +104,7 @@ class Recorder(Observer):
     def on_load(self, record: str | None, iteration: int) -> None:
         """Handle a loaded checkpoint of a run with the id `record`; None: it was not recorded."""
 
-    def set_sample(self, create: Callable[[], Sample] | None) -> None:
+    def set_sample(self, create: Callable[[], Any] | None) -> None:
         """Set the function that creates the sample of the parameters. None: their storage has
         changed."""
 

@@ -8,6 +8,7 @@ import torch
 
 from offbeat.core.buckets.flat import Flat
 from offbeat.core.plan import Apply, Moment, Payload, Phases, Transfer, Vote
+from offbeat.core.plan.semantics import is_active
 from offbeat.core.runtime.waiting import Waiting
 from offbeat.core.transport.link import Message, MessageLink
 
@@ -62,9 +63,7 @@ class Votes:
 
     def allows(self, rule: Transfer | Apply, planned: int) -> bool:
         """Return whether the outcome of a rule's vote allows the rule in iteration `planned`."""
-        if rule.when is None or planned < rule.ago:
-            return True
-        return bool(self.outcomes[rule.when, planned - rule.ago])
+        return is_active(rule, planned, lambda vote, ago: self.outcomes[vote, planned - ago])
 
     def forget(self, before: int) -> None:
         """Delete the outcomes of iterations before `before`, which no rule needs any more."""

@@ -12,8 +12,10 @@ from typing import NamedTuple
 import numpy as np
 
 from offbeat.core.derive import effects
+from offbeat.core.derive.windows import Windows
 from offbeat.core.plan import Apply, Plan, Transfer
 from offbeat.core.plan.program import Program, Step, bucket_positions
+from offbeat.core.plan.semantics import is_active
 from offbeat.core.sim.costs import Costs, Seconds
 from offbeat.core.sim.outcomes import Outcomes
 
@@ -133,7 +135,8 @@ class TimedProgram:
 
         The outcome of the rule's vote must be yes, and an update needs gradients of its age.
         """
-        if rule.when is not None and not self.outcomes.is_yes(rule.when, iteration - rule.ago):
+        votes = self.outcomes
+        if not is_active(rule, iteration, lambda vote, ago: votes.is_yes(vote, iteration - ago)):
             return False
         late = isinstance(rule, Apply) and effects.is_update(rule) and rule.arg("age", 0)
         return not late or iteration > self._first[late]
@@ -244,10 +247,7 @@ def _closing_iteration(plan: Plan, age: int) -> int:
 
     Gradients with the age `age` exist only after this iteration.
     """
-    phases = [apply.phases for apply in plan.applies if effects.is_window_end(apply)]
-    if not phases:
+    windows = Windows(plan)
+    if not windows.late:
         return -1
-    once = sorted({p for runs in phases for p in runs if p < plan.prologue})
-    cycle = sorted({p for runs in phases for p in runs if p >= plan.prologue})
-    repeated = (p + n * plan.period for n in count() for p in cycle)
-    return next(islice(chain(once, repeated), age - 1, None))
+    return next(islice(filter(windows.closes_window, count()), age - 1, None))

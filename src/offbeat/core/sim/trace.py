@@ -153,18 +153,6 @@ class Trace:
             )
         return fmean(periods) if self.uneven else median(periods)
 
-    def window(self, iterations: Iterable[int], ranks: Iterable[int] | None = None) -> list[Span]:
-        """Return the spans of some iterations and ranks, sorted by start.
-
-        Args:
-            iterations: numbers of the iterations.
-            ranks: ranks; None for all.
-        """
-        wanted = set(iterations)
-        of = None if ranks is None else set(ranks)
-        chosen = (s for s in self.spans if s.iteration in wanted and (of is None or s.rank in of))
-        return sorted(chosen, key=lambda s: (s.start_s, s.rank, s.lane))
-
     def to_dict(self) -> dict[str, Any]:
         """Return the trace as a JSON-compatible dict with the schema version."""
         data: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
@@ -210,29 +198,6 @@ class Trace:
         """
         return cls.from_dict(json.loads(Path(path).read_text()))
 
-    def to_chrome(self) -> dict[str, Any]:
-        """Return Chrome trace events (for Perfetto): a process per rank, a thread per lane."""
-        lanes = list(dict.fromkeys([COMPUTE, *(span.lane for span in self.spans)]))
-        events: list[dict[str, Any]] = []
-        for rank in range(self.world_size):
-            label = f"rank {rank} ({self.strategy}, {self.source})"
-            events.append(_meta("process_name", rank, 0, label))
-            events += [_meta("thread_name", rank, i, lane) for i, lane in enumerate(lanes)]
-        for span in self.spans:
-            events.append(
-                {
-                    "name": span.name,
-                    "cat": span.kind,
-                    "ph": "X",
-                    "pid": span.rank,
-                    "tid": lanes.index(span.lane),
-                    "ts": span.start_s * 1e6,
-                    "dur": (span.end_s - span.start_s) * 1e6,
-                    "args": _arguments(span),
-                }
-            )
-        return {"traceEvents": events, "displayTimeUnit": "ms"}
-
 
 def spans_to_dict(spans: Iterable[Span]) -> dict[str, Any]:
     """Return spans as a JSON-compatible dict: the field names, and one row of values per span."""
@@ -255,12 +220,3 @@ def _span(values: dict[str, Any]) -> Span:
         for name in ("buckets", "carries", "way")
     }
     return Span(**(values | pairs))
-
-
-def _arguments(span: Span) -> dict[str, Any]:
-    carries = {} if span.carries is None else {"carries": list(range(*span.carries))}
-    return {"iteration": span.iteration, "bytes": span.bytes, **carries}
-
-
-def _meta(what: str, pid: int, tid: int, name: str) -> dict[str, Any]:
-    return {"name": what, "ph": "M", "pid": pid, "tid": tid, "args": {"name": name}}

@@ -26,6 +26,7 @@ from offbeat.core.buckets.shards import shard_ranks
 from offbeat.core.console import console
 from offbeat.core.start.launch_request import current_links
 from offbeat.core.transport import addresses, rendezvous
+from offbeat.core.transport.agreement import StoreAgreement, compare_versions
 from offbeat.core.transport.cluster import Cluster, connect
 from offbeat.core.transport.device import device_of
 from offbeat.core.transport.heartbeat import publish_uncaught_exception, run_at_process_exit
@@ -40,7 +41,6 @@ from offbeat.core.transport.interfaces import (
 )
 from offbeat.core.transport.job_place import current_place
 from offbeat.core.transport.link import THREAD_PREFIX
-from offbeat.core.transport.store_agreement import StoreAgreement
 from offbeat.core.transport.topology import (
     NodeClaim,
     Nodes,
@@ -175,7 +175,8 @@ def _join_process_group(
     with _naming_address(rank, size, timeout_s):
         store = rendezvous.connect_store(rank, size, timeout_s)
     with StoreAgreement(PrefixStore("agreement", store), rank, size, timeout_s) as ranks:
-        ranks.compare_versions(offbeat.__version__)
+        # `Control` compares the versions of torch.
+        ranks.hosts = compare_versions(ranks, offbeat.__version__, "")
         claim = claim_topology(None, nodes, None, rank, size, os.environ)
         topology = agree_on_topology(claim, ranks)
         specs = agree_on_links(specs, ranks, topology)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from offbeat.core.codecs import codec, way
 from offbeat.core.codecs.pieces import CUT
 from offbeat.core.derive import effects
-from offbeat.core.plan import BUILT_IN, Apply, Buffer, Plan, Transfer
+from offbeat.core.plan import BUILT_IN, Apply, Buffer, Plan, Transfer, Wire
 from offbeat.core.plan.program import position
 from offbeat.core.plan.types import moment_of
 from offbeat.core.profile import Profile
@@ -75,10 +75,12 @@ def largest_staged_bytes(plan: Plan, profile: Profile) -> int:
     iterations whose deadlines it contains. Of a message between two ranks both have a copy, and no
     other rank. The largest encoded message of each link is coded at the same time.
     """
-    coding = Counter[str]()
+    coding, kept = Counter[str](), kept_in_storage(plan)
     for t in plan.transfers:
-        coding[t.link] = max(coding[t.link], _coding_bytes(t, plan, profile))
-    staged = [t for t in plan.transfers if not t.in_place and not stays_in_storage(t, plan)]
+        if t.wire is not None:
+            part = CUT if id(t) in kept else 0
+            coding[t.link] = max(coding[t.link], _coding_bytes(t, t.wire, plan, profile, part))
+    staged = [t for t in plan.transfers if not t.in_place and id(t) not in kept]
     first = plan.prologue + max((t.before.lag for t in staged), default=0) * plan.period
     sizes = [_bytes_of(t, plan, profile) for t in staged]
     totals = list[int]()
@@ -94,14 +96,13 @@ def largest_staged_bytes(plan: Plan, profile: Profile) -> int:
     return max(totals, default=0) + coding.total()
 
 
-def _coding_bytes(t: Transfer, plan: Plan, profile: Profile) -> int:
-    """Return the bytes of the codes of all ranks, and of the numbers that are coded at a time."""
-    if t.wire is None:
-        return 0
-    settings, numbers = dict(t.wire.args), _bytes_of(t, plan, profile) // ITEM
-    part = ITEM * min(CUT, numbers) if stays_in_storage(t, plan) else 0
-    ranks = profile.world_size if way(t.wire.name, settings) == "gather" else 1
-    return part + ranks * codec(t.wire.name, settings).bytes_of(numbers, ITEM)
+def _coding_bytes(t: Transfer, wire: Wire, plan: Plan, profile: Profile, part: int) -> int:
+    """Return the bytes of the codes of all ranks, and of the `part` of the numbers that is coded at
+    a time."""
+    settings, numbers = dict(wire.args), _bytes_of(t, plan, profile) // ITEM
+    ranks = profile.world_size if way(wire.name, settings) == "gather" else 1
+    coded = ranks * codec(wire.name, settings).bytes_of(numbers, ITEM)
+    return ITEM * min(part, numbers) + coded
 
 
 def _bytes_of(t: Transfer, plan: Plan, profile: Profile) -> int:
@@ -116,24 +117,40 @@ def _count_in_flight(t: Transfer, plan: Plan, iteration: int) -> int:
     return sum(plan.phase(one) in t.phases for one in released if one >= 0)
 
 
-def stays_in_storage(t: Transfer, plan: Plan) -> bool:
-    """Return whether a message can be encoded from the storage and store its result there: no rule
-    and no other message uses its buffers from its release until it is due."""
-    wire, buffer = t.wire, t.payload.buffer
-    if wire is None or t.verb != "all_reduce" or buffer == "grad" or t.into is not None:
+def kept_in_storage(plan: Plan) -> frozenset[int]:
+    """Return the transfers, by `id`, whose messages can be encoded from the storage and store their
+    result there: no rule and no other message uses their buffers from the release until they are
+    due."""
+    users = Counter[tuple[str, int]]()  # transfers of a buffer of a bucket
+    for t in plan.transfers:
+        users.update((name, b) for name in _moved(t) for b in t.payload.buckets)
+    kept = []
+    for t in plan.transfers:
+        if t.wire is None or not _is_encoded_by_parts(t, t.wire):
+            continue
+        buffer, buckets = t.payload.buffer, t.payload.buckets
+        taken = {buffer, t.wire.anchor or buffer, t.wire.error or buffer}
+        if any(users[name, b] > (name in _moved(t)) for name in taken for b in buckets):
+            continue
+        applies = [a for a in plan.applies if effects.uses_any(a, taken)]
+        shared = ((a, b) for a in applies for b in {*buckets} & {*a.buckets})
+        if not any(_is_between(a, t, b, plan) for a, b in shared):
+            kept.append(id(t))
+    return frozenset(kept)
+
+
+def _moved(t: Transfer) -> set[str]:
+    """Return the buffers that a message reads or writes."""
+    return {t.payload.buffer, t.target}
+
+
+def _is_encoded_by_parts(t: Transfer, wire: Wire) -> bool:
+    """Return whether a message is one of whole buffers that the codec can encode by parts."""
+    if t.verb != "all_reduce" or t.payload.buffer == "grad" or t.into is not None:
         return False
     settings = dict(wire.args)
-    if way(wire.name, settings) != "gather" or not codec(wire.name, settings).piecewise:
-        return False
-    if t.after.lag or t.payload.age:
-        return False
-    taken = {buffer, wire.anchor or buffer, wire.error or buffer}
-    carried = {*t.payload.buckets}
-    others = [o for o in plan.transfers if o is not t and carried & {*o.payload.buckets}]
-    if any(taken & {o.payload.buffer, o.target} for o in others):
-        return False
-    applies = [a for a in plan.applies if effects.uses_any(a, taken)]
-    return not any(_is_between(a, t, b, plan) for a in applies for b in carried & {*a.buckets})
+    by_parts = way(wire.name, settings) == "gather" and codec(wire.name, settings).piecewise
+    return by_parts and not t.after.lag and not t.payload.age
 
 
 def _is_between(apply: Apply, t: Transfer, bucket: int, plan: Plan) -> bool:

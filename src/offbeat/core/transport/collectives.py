@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from offbeat.core.plan import VERBS, Verb
+from offbeat.core.plan.semantics import shard_slice
 from offbeat.core.transport.pinned import pinned_memory
 
 Collective = Callable[[Tensor], None]
@@ -369,12 +370,6 @@ class Scratch:
             else:
                 self._buffers[key] = torch.empty(size, dtype=tensor.dtype, device=tensor.device)
         return self._buffers[key][:size]
-
-
-def shard_slice(size: int, count: int, rank: int) -> slice:
-    """Return the shard of a rank of `size` elements in `count` shards; empty if it owns none."""
-    each = -(-size // count)
-    return slice(min(size, rank * each), min(size, (rank + 1) * each))
 
 
 def shards(tensor: Tensor, count: int, ranks: int | None = None) -> list[Tensor]:

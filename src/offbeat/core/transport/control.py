@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import socket
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from datetime import timedelta
 from typing import Any
@@ -19,50 +17,19 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 import offbeat
 from offbeat.core.plan import Groups
 from offbeat.core.transport import packed
-from offbeat.core.transport.agreement import require_equal
-from offbeat.core.transport.failure_detector import (
-    ABORTED,
-    ACTIVE,
-    FAILED,
-    IN_SCRIPT,
-    REPORTED,
-    RUNNING,
-    WAITING,
-    FailureDetector,
-    RankStatus,
-)
+from offbeat.core.transport.agreement import StoreAgreement, compare_versions, require_equal
 from offbeat.core.transport.gloo_devices import share_devices
-from offbeat.core.transport.heartbeat import Heartbeat, LazyText, as_text, process_heartbeat
+from offbeat.core.transport.heartbeat import open_heartbeat
 from offbeat.core.transport.interfaces import LinkSpec, connects_lazily, group_environment
-from offbeat.core.transport.peer_errors import describe_exception, is_peer_error, mark_peer_error
 from offbeat.core.transport.rendezvous import missing_keys, run_checked
+from offbeat.core.transport.reports import Reports
 from offbeat.core.transport.tagged import all_gather
-from offbeat.core.transport.versions import (
-    compare_versions,
-    publish_versions,
-    require_same_versions,
-)
 
 _met = 0  # number of `Control` objects that this process has created together with all ranks
 COUNT, COMPLETE = "count", "complete"  # keys of a wait of all ranks
-SHOWN = 16  # ranks in a report
-STAYS_S = 2.0  # longest time for which rank 0 keeps its store open after a failure report
-NOBODY = (
-    "No rank is missing: all ranks are alive and waiting. The network between them may have "
-    "failed, or they wait in different calls: one rank may have less data (see offbeat.join), or "
-    "not every rank calls consolidate, save or load."
-)
-STORE_IS_SILENT = (
-    "The store of rank 0 does not respond: rank 0 has failed, its host is gone, or the network "
-    "between it and this rank is cut."
-)
-STORE_HAS_ENDED = (
-    "Rank 0 has ended after a failed wait, and its store with it. The first report in the logs of "
-    "all ranks names the cause."
-)
 
 
-class Control:
+class Control(Reports):
     """Process group for agreement between ranks, and heartbeat of this rank.
 
     The group is separate from those of links, so that large messages do not delay it. It is the
@@ -88,14 +55,10 @@ class Control:
         group: gloo group of all ranks.
         met: number of `Control` objects that all ranks have created, including this one.
         hosts: host name of each rank.
-        fails_on_silence: whether a rank without heartbeats counts as failed.
-        nodes: number of each rank's node, for reports; () if every rank is a node of its own.
         on_wait_end: called after each collective of all ranks.
     """
 
-    fails_on_silence = False
     _protocol: str | None = None
-    nodes: Sequence[int] = ()
     on_wait_end: Callable[[], None] = staticmethod(lambda: None)  # also of rehearsals
 
     def __init__(
@@ -116,27 +79,21 @@ class Control:
         self.rank: int = dist.get_rank()
         self.world_size: int = dist.get_world_size()
         self.group: dist.ProcessGroup
-        self._heartbeat: Heartbeat | None = None
-        host, torch_version = socket.gethostname(), str(torch.__version__)
+        self._heartbeat = None
+        self.hosts = ()
         if self._protocol is None:
-            self.met = self._meet_all(host, torch_version)
+            self.met = self._meet_all()
         else:  # the ranks have met in the default process group of their epoch
             self.group, self.met = self._open_group(), 1
         if self.world_size > 1:
             store = distributed_c10d._get_default_store()
-            run = self.run_checked
-            self._heartbeat = process_heartbeat(store, self.rank, self.world_size, run)
-            self._heartbeat.add_user(self.met)
+            ends = self.rank, self.world_size, self.run_checked
+            self._heartbeat = open_heartbeat(store, str(self.met), *ends)
         self._joint_calls: dict[str, int] = {}
-        if self._protocol is None:
-            self.hosts: list[str] = self.gather(host)
-        else:
-            own = [host, f"with {self._protocol}", torch_version]
-            known = self.gather(own)
-            require_same_versions(known, self.rank)
-            self.hosts = [host for host, *_ in known]
+        if self._protocol is not None:
+            self.hosts = compare_versions(self, f"with {self._protocol}", torch.__version__)
 
-    def _meet_all(self, host: str, torch_version: str) -> int:
+    def _meet_all(self) -> int:
         """Meet all ranks, compare their versions and open the group. Return how often they have
         met.
 
@@ -144,13 +101,13 @@ class Control:
         create a group with them again. So all ranks meet before.
         """
         global _met
-        versions = self.store(f"versions/{_met}")
         try:
             with self.waiting("waiting for all ranks to call prepare"):
-                publish_versions(versions, self.rank, host, offbeat.__version__, torch_version)
                 self.meet(f"prepare/{_met}")
                 _met += 1
-                compare_versions(versions, self.rank, self.world_size, self.timeout_s)
+                part = self.store(f"versions/{_met}")
+                with StoreAgreement(part, self.rank, self.world_size, self.timeout_s) as ranks:
+                    self.hosts = compare_versions(ranks, offbeat.__version__, torch.__version__)
                 self.group = self._open_group()
         except RuntimeError as error:
             raise RuntimeError(
@@ -218,28 +175,10 @@ class Control:
     def abandon(self) -> None:
         """Stop the heartbeat and drop the process group. `connect` creates the next one."""
         if self._heartbeat is not None:
-            self._heartbeat.remove_user()
+            self._heartbeat.stop()
             self._heartbeat = None
         with suppress(AttributeError):
             del self.group
-
-    @property
-    def has_failed(self) -> bool:
-        """Return whether an exception ends training on this rank: an uncaught one, or one that was
-        published before."""
-        published = self._heartbeat is not None and self._heartbeat.state == FAILED
-        return published or getattr(sys, "last_value", None) is not None
-
-    def abort(self) -> None:
-        """Publish that this rank has stopped waiting, so that other ranks stop, too."""
-        if self._heartbeat is not None and self._heartbeat.state in ACTIVE:
-            self._heartbeat.publish(ABORTED, f"gave up {as_text(self._heartbeat.activity)}")
-
-    def close(self, failure: BaseException | None = None) -> None:
-        """Stop the heartbeat of this user, and publish `failure` if this rank has failed."""
-        if self._heartbeat is not None:
-            reason = None if failure is None else f"failed with {describe_exception(failure)}"
-            self._heartbeat.remove_user(reason)
 
     def gather(self, value: Any) -> list[Any]:
         """Return every rank's value, by rank. Equal values are one object.
@@ -300,42 +239,6 @@ class Control:
         """Return a part of the job's store, for keys with the prefix `name`."""
         return PrefixStore(f"offbeat/{name}", distributed_c10d._get_default_store())
 
-    # ---- heartbeat and failure report ---------------------------------------------------------
-
-    def set_iteration(self, iteration: int) -> None:
-        """Set the iteration of this rank, published with its next heartbeat."""
-        if self._heartbeat is not None:
-            self._heartbeat.iteration = iteration
-
-    def set_activity(self, activity: str) -> None:
-        """Set the activity of this rank ("in forward"), published with its next heartbeat."""
-        if self._heartbeat is not None:
-            self._heartbeat.activity = activity
-
-    def set_wait_in_torch(self, activity: str | None) -> None:
-        """Set the state of this rank at the start of a wait in C++ code of torch, and at its end.
-
-        Args:
-            activity: activity during the wait; None at its end.
-        """
-        heartbeat = self._heartbeat
-        if heartbeat is not None and heartbeat.state in ACTIVE:
-            heartbeat.state = RUNNING if activity is None else WAITING
-            heartbeat.activity = IN_SCRIPT if activity is None else activity
-
-    @contextmanager
-    def waiting(self, words: LazyText) -> Iterator[None]:
-        """Set the state of this rank to `WAITING` while the body waits for other ranks.
-
-        A RuntimeError that the body raises is marked as an error of a wait.
-        """
-        try:
-            with nullcontext() if self._heartbeat is None else self._heartbeat.waiting(words):
-                yield
-        except RuntimeError as error:
-            mark_peer_error(error)
-            raise
-
     @contextmanager
     def collective(self, words: str) -> Iterator[None]:
         """Run a collective of all ranks in the body. An error of the backend names the suspects."""
@@ -352,31 +255,10 @@ class Control:
                 ) from error
         self.on_wait_end()
 
-    def statuses(self) -> list[dict[str, Any]]:
-        """Return by rank the iteration, state and activity of its last heartbeat, and its age in
-        seconds. A process that trains alone has no heartbeat."""
-        heartbeat, now_s = self._heartbeat, time.monotonic()
-        if heartbeat is None:
-            return [{"age_s": 0.0, "iteration": -1, "state": RUNNING, "activity": IN_SCRIPT}]
-        return [
-            {
-                "age_s": round(now_s - status.received_s, 3),
-                "iteration": status.iteration,
-                "state": status.state,
-                "activity": status.activity,
-            }
-            for status in heartbeat.detector.statuses
-        ]
-
     @property
     def has_members(self) -> bool:
         """Whether the members of the job change while it runs."""
         return self._protocol is not None
-
-    @property
-    def detector(self) -> FailureDetector | None:
-        """Failure detector of this job; None in a job of one rank."""
-        return None if self._heartbeat is None else self._heartbeat.detector
 
     @contextmanager
     def joint_call(self, name: str) -> Iterator[None]:
@@ -420,70 +302,6 @@ class Control:
             return [key.partition("/")[2] for key in missing_keys(store, keys)]
         except RuntimeError:
             return []
-
-    def blames_peers(self, error: BaseException) -> bool:
-        """Return whether an error is the end of a wait for other ranks, and not this rank's own."""
-        aborted = self._heartbeat is not None and self._heartbeat.state in (ABORTED, REPORTED)
-        return aborted or is_peer_error(error, error.__traceback__)
-
-    @property
-    def needs_abort(self) -> bool:
-        """Whether this rank needs to stop waiting, because another rank has failed or aborted."""
-        detector = self.detector
-        if detector is None:
-            return False
-        return detector.needs_abort or (self.fails_on_silence and bool(detector.dead_peers()))
-
-    @property
-    def has_lost_store(self) -> bool:
-        """Whether a request to the store has failed."""
-        detector = self.detector
-        return detector is not None and detector.failed_request_s is not None
-
-    def report_failure(self, waiting_in: int | None = None, waited_s: float = 0.0) -> str:
-        """Return a report of the suspects, of the last status of every rank, and of the remedy.
-
-        Publishes that this rank has aborted, waits for a heartbeat timeout so that a rank that has
-        just died becomes suspect (up to 3 s), and publishes the suspects.
-
-        Args:
-            waiting_in: iteration in which this rank has waited, if it was not published.
-            waited_s: seconds for which this rank has waited.
-        """
-        heartbeat = self._heartbeat
-        if heartbeat is None:
-            return ""
-        if waiting_in is not None:
-            heartbeat.iteration = waiting_in
-        reason, detector = f"gave up {as_text(heartbeat.activity)}", heartbeat.detector
-        heartbeat.publish(ABORTED, reason)
-        heartbeat.wait_for_failed_peers()
-        suspects = detector.suspects(waited_s)
-        parts = [f"Rank {self._at(rank)} {detector.describe_suspect(rank)}." for rank in suspects]
-        if detector.has_unexplained_store_loss:
-            parts.append(STORE_IS_SILENT)
-        elif not parts:
-            parts.append(NOBODY if detector.store_lost_s is None else STORE_HAS_ENDED)
-        parts.append(self._last_heard(detector.statuses))
-        if remedy := detector.remedy(suspects, self.timeout_s):
-            parts.append(remedy)
-        heartbeat.publish(REPORTED, reason, suspects)
-        heartbeat.keep_store_open(STAYS_S, excluded=suspects)
-        return " ".join(parts)
-
-    def _at(self, rank: int) -> str:
-        node = f", node {self.nodes[rank]}" if self.nodes else ""
-        return f"{rank} ({self.hosts[rank] if hasattr(self, 'hosts') else '?'}{node})"
-
-    def _last_heard(self, statuses: Sequence[RankStatus]) -> str:
-        """Return the last status of the first `SHOWN` ranks."""
-        now_s, shown = time.monotonic(), []
-        for rank, status in enumerate(statuses[:SHOWN]):
-            age_s = now_s - status.received_s
-            shown.append(f"rank {self._at(rank)}: {status}, {age_s:.0f} s ago")
-        if self.world_size > SHOWN:
-            shown.append(f"and {self.world_size - SHOWN} more")
-        return "Last heard of: " + "; ".join(shown) + "."
 
 
 OPEN_CONTROL: ContextVar[Callable[[float], Control]] = ContextVar("open_control", default=Control)

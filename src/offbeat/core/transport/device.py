@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -18,38 +17,38 @@ Only the methods of the device that has made a mark can use it.
 """
 
 
-class Device(ABC):
-    """Interface of the runtime to a device."""
+class Device:
+    """Interface of the runtime to a device, with the behaviour of the host, on which work is
+    complete when a call returns."""
 
-    @abstractmethod
     def mark(self) -> Mark:
         """Return a mark after all work that is enqueued for compute so far."""
+        return time.perf_counter()
 
-    @abstractmethod
     def run(self, after: Mark, work: Callable[..., None], *args: Any) -> tuple[Mark, Mark]:
         """Run `work(*args)` after the mark `after`, on the calling thread of a link.
 
         Returns:
             Marks of start and end.
         """
+        start = time.perf_counter()
+        work(*args)
+        return start, time.perf_counter()
 
-    @abstractmethod
     def follow(self, mark: Mark) -> None:
         """Let later compute run after `mark`. The host does not wait."""
 
-    @abstractmethod
     def seconds(self, mark: Mark) -> float:
         """Return the time of a mark in perf_counter seconds. Waits until it is reached."""
+        return mark
 
-    @abstractmethod
     def has_reached(self, mark: Mark) -> bool:
         """Return whether a mark is reached. The host does not wait."""
+        return True
 
-    @abstractmethod
     def await_mark(self, mark: Mark) -> None:
         """Block the calling thread until a mark is reached."""
 
-    @abstractmethod
     def keep(self, tensors: Iterable[Tensor]) -> None:
         """Let the memory of tensors outlive their last reference until the device has completed the
         work that the calling thread has enqueued by then.
@@ -57,45 +56,18 @@ class Device(ABC):
         Needed for tensors that another thread has allocated.
         """
 
-    @abstractmethod
     def free_bytes(self) -> int | None:
         """Return the memory that can be allocated on a GPU; None for the host."""
+        return None
 
-    @abstractmethod
     def finish(self) -> None:
         """Wait until the device has completed all work."""
 
 
 class CPU(Device):
-    """The host, on which work is complete when a call returns."""
+    """The host."""
 
     mark = staticmethod(time.perf_counter)  # type: ignore[assignment] # without a frame of Python
-
-    def run(self, after: Mark, work: Callable[..., None], *args: Any) -> tuple[Mark, Mark]:
-        start = time.perf_counter()
-        work(*args)
-        return start, time.perf_counter()
-
-    def follow(self, mark: Mark) -> None:
-        pass
-
-    def seconds(self, mark: Mark) -> float:
-        return mark
-
-    def has_reached(self, mark: Mark) -> bool:
-        return True
-
-    def await_mark(self, mark: Mark) -> None:
-        pass
-
-    def keep(self, tensors: Iterable[Tensor]) -> None:
-        pass
-
-    def free_bytes(self) -> int | None:
-        return None
-
-    def finish(self) -> None:
-        pass
 
 
 ANCHOR_S = 60.0

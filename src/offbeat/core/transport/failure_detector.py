@@ -154,7 +154,7 @@ class FailureDetector:
         read_s: float,
         ages_s: Sequence[float],
         is_late: bool,
-        status: Status | None,
+        status: Status | None = None,
     ) -> None:
         """Store a row of a table that was read at `read_s`."""
         row = self.statuses[rank]

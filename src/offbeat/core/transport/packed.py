@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from offbeat.core.transport.tagged import all_gather, all_gather_sized, broadcast
+from offbeat.core.transport.tagged import all_gather_sized, broadcast
 
 CPU = torch.device("cpu")
 SIZE_BYTES, FIRST_BYTES = 8, 248  # of the first exchange: the size of the value, and its begin
@@ -63,7 +63,8 @@ def gather(value: Any, group: dist.ProcessGroup) -> list[Any]:
     """
     mine = pack(value)
     begin = mine if len(mine) <= FIRST_BYTES else blake2b(mine).digest()
-    rows = _gather_rows(len(mine).to_bytes(SIZE_BYTES, "little") + begin.ljust(FIRST_BYTES), group)
+    row = len(mine).to_bytes(SIZE_BYTES, "little") + begin.ljust(FIRST_BYTES)
+    rows = all_gather_sized(row, [len(row)] * group.size(), group)
     first: dict[bytes, int] = {}
     for rank, row in enumerate(rows):
         first.setdefault(row, rank)
@@ -134,13 +135,6 @@ def load(data: Tensor, where: torch.device = CPU) -> Any:
         return storage if sender_device == "cpu" or where == CPU else storage.to(device=where)
 
     return torch.load(io.BytesIO(data.numpy().data), weights_only=True, map_location=place)
-
-
-def _gather_rows(own: bytes, group: dist.ProcessGroup) -> list[bytes]:
-    """Return the bytes of all ranks, which are equally many."""
-    tensor = torch.empty(len(own), dtype=torch.uint8, device="cpu")
-    tensor.numpy().data[:] = own
-    return [row.tobytes() for row in all_gather(tensor, group).numpy()]
 
 
 def _gather_large(

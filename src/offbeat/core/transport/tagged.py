@@ -21,30 +21,17 @@ TAG = 0x0FFBEA7
 
 def all_gather(own: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return the tensors of all ranks, of equal length and dtype and in the memory of the host, as
-    the rows of a table by rank.
+    the rows of a table by rank."""
+    rows = all_gather_sized(own.numpy().tobytes(), [own.nbytes] * group.size(), group)
+    return torch.frombuffer(bytearray(b"".join(rows)), dtype=own.dtype).view(len(rows), -1)
+
+
+def all_gather_sized(own: bytes, sizes: Sequence[int], group: dist.ProcessGroup) -> list[bytes]:
+    """Return the bytes of every rank, by rank.
 
     It takes ceil(log2 N) rounds; gloo's own all-gather takes N - 1.
 
     Source: Bruck et al. 1997, Efficient Algorithms for All-to-All Communications.
-    """
-    rank, ranks = group.rank(), group.size()
-    # Row i is that of rank + i.
-    rows = torch.empty(ranks, own.numel(), dtype=own.dtype, device="cpu")
-    rows[0] = own
-    count = 1  # complete rows
-    with _mark_errors():
-        while count < ranks:
-            more = min(count, ranks - count)
-            receives = group.recv([rows[count : count + more]], (rank + count) % ranks, TAG)
-            sends = group.send([rows[:more]], (rank - count) % ranks, TAG)
-            receives.wait()
-            sends.wait()
-            count += more
-    return rows.roll(rank, 0)
-
-
-def all_gather_sized(own: bytes, sizes: Sequence[int], group: dist.ProcessGroup) -> list[bytes]:
-    """Return the bytes of every rank, by rank, in the rounds of `all_gather`.
 
     Args:
         own: bytes of this rank.

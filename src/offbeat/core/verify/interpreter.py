@@ -22,6 +22,7 @@ from offbeat.core.derive.coalesced import coalesce_steps
 from offbeat.core.derive.drained import drained_plan
 from offbeat.core.plan.cursor import Cursor
 from offbeat.core.plan.program import Program, Step
+from offbeat.core.plan.semantics import is_active, shard_slice
 from offbeat.core.plan.types import (
     Apply,
     Plan,
@@ -30,7 +31,7 @@ from offbeat.core.plan.types import (
     Wire,
     groups_of,
 )
-from offbeat.core.rules import RULES, VOTES, Rule, VoteRule
+from offbeat.core.rules import RULES, VOTES, VoteRule
 from offbeat.core.verify.worker import (
     Array,
     ConflictError,
@@ -63,7 +64,6 @@ class Interpreter:
         model: model to train.
         ranks: number of workers.
         votes: vote rules by name.
-        rules: rules by name.
         exact: whether codecs are replaced by a lossless one.
         flushing: ranks that complete the waits of the next forward right after every iteration,
             as an evaluation or a checkpoint does.
@@ -78,7 +78,6 @@ class Interpreter:
     model: InterpretedModel
     ranks: int
     votes: Mapping[str, VoteRule] = field(default_factory=lambda: VOTES)
-    rules: Mapping[str, Rule] = field(default_factory=lambda: RULES)
     exact: bool = False
     flushing: Collection[int] = ()
     drains: Collection[int] = ()
@@ -361,7 +360,7 @@ class _ArrayActions:
         active = self._is_active(apply, iteration)
         if active:
             self._w.acting = apply
-            self._job.rules[apply.rule](self._w, apply)
+            RULES[apply.rule](self._w, apply)
         return active
 
     def cast_votes(self, iteration: InterpretedIteration, votes: Sequence[Vote]) -> None:
@@ -385,14 +384,16 @@ class _ArrayActions:
 
     def _is_active(self, rule: Transfer | Apply, iteration: InterpretedIteration) -> bool:
         """Return the outcome of the vote on which a rule depends; True if there is no vote."""
-        if rule.when is None or iteration.planned < rule.ago:
-            return True
-        vote = rule.when, iteration.number - rule.ago
-        if vote not in self._w.decided:
-            raise ConflictError(
-                f"{rule.id} depends on the vote {rule.when!r} before it is due", rule
-            )
-        return self._job.decisions[vote]
+
+        def outcome(name: str, ago: int) -> bool:
+            vote = name, iteration.number - ago
+            if vote not in self._w.decided:
+                raise ConflictError(
+                    f"{rule.id} depends on the vote {name!r} before it is due", rule
+                )
+            return self._job.decisions[vote]
+
+        return is_active(rule, iteration.planned, outcome)
 
     def release(self, iteration: InterpretedIteration, index: int) -> bool:
         message, w = iteration.messages[index], self._w
@@ -434,7 +435,7 @@ class _ArrayActions:
         if t.verb == "exchange":
             result = result[1 - message.ranks.index(w.rank)]
         if t.verb == "reduce_scatter":
-            own = _shard_slice(result.size, message.ranks, w.rank)
+            own = shard_slice(result.size, len(message.ranks), message.ranks.index(w.rank))
             shard = result[own]
             result = np.full_like(result, np.nan)
             result[own] = shard
@@ -457,18 +458,11 @@ def _result(message: InterpretedMessage) -> Array:
         return np.stack(arrays)  # [2, elements]; each rank uses the row of the other
     if t.verb == "all_gather":
         result = np.empty_like(arrays[0])
-        for rank, array in zip(message.ranks, arrays, strict=True):
-            own = _shard_slice(result.size, message.ranks, rank)
+        for k, array in enumerate(arrays):
+            own = shard_slice(result.size, len(arrays), k)
             result[own] = array[own]
         return result
     return np.sum(arrays, axis=0) / len(arrays)
-
-
-def _shard_slice(size: int, ranks: tuple[int, ...], rank: int) -> slice:
-    """Return the shard of a rank: n elements are cut into K shards of ceil(n / K), the last ones
-    shorter."""
-    each, k = -(-size // len(ranks)), ranks.index(rank)
-    return slice(min(size, k * each), min(size, (k + 1) * each))
 
 
 def _retry(call: Callable[[], object]) -> Waits:

@@ -19,17 +19,17 @@ from offbeat.core.derive.lean import leaves_gradients
 from offbeat.core.guards.script_usage import strategy_that_runs
 from offbeat.core.plan import INSIDE, Phases, Plan, base_link
 from offbeat.core.profile import Profile
-from offbeat.core.profile.elsewhere import with_replica_per_rank, with_slower_links
 from offbeat.core.sim import Prediction, predict, predict_plan
 from offbeat.core.strategy.interface import Strategy
 from offbeat.core.strategy.parsing import text_of
 from offbeat.core.strategy.plan_memory import Memory, held_memory
 from offbeat.core.strategy.registry import BASELINE, create, find, strategy_names
 from offbeat.experiments.advice.options import CHANGES, Change, Option, describe_change, option_of
-from offbeat.experiments.advice.other_networks import with_smaller_messages
+from offbeat.experiments.advice.other_networks import with_slower_links, with_smaller_messages
 from offbeat.experiments.advice.place import Place
 from offbeat.experiments.advice.selection import has_defaults
 from offbeat.experiments.advice.sharded import ShardedIteration, hsdp, zero3
+from offbeat.strategies.ddp import with_replica_per_rank
 
 Basis = Literal["simulated", "equations"]
 SecondsAt = Callable[[Place], float]

@@ -229,3 +229,25 @@ def _with_sizes(link: Link, factor: float) -> Link:
         resize,
         after_pause=resize(link.after_pause),
     )
+
+
+def with_slower_links(profile: Profile, times: float) -> Profile:
+    """Return the profile with message times multiplied by `times`. Coding keeps its measured
+    times."""
+    buckets = tuple(
+        bucket.with_given_times(lambda _, seconds: seconds * times) for bucket in profile.buckets
+    )
+    links = tuple(_slow_down(link, times) for link in profile.links)
+    return replace(profile, links=links, buckets=buckets)
+
+
+def _slow_down(link: Link, times: float) -> Link:
+    def slower(points: Points, _: float = 1.0) -> Points:
+        return tuple((size, seconds * times) for size, seconds in points)
+
+    return link.with_times(
+        lambda latency_s, rate, _: (latency_s * times, rate / times),
+        slower,
+        after_pause=slower(link.after_pause),
+        vote_s=link.vote_s and link.vote_s * times,
+    )

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from offbeat.core.profile import Profile
-from offbeat.core.profile.device_speed import Compute, DeviceSpeed
 from offbeat.core.profile.elsewhere import extrapolate
 from offbeat.core.strategy.parsing import text_of
 from offbeat.experiments.advice.commands import compare_command
@@ -27,6 +26,7 @@ from offbeat.experiments.advice.selection import (
 from offbeat.experiments.advice.verdict import Predictions, Verdict, decide, require_amounts
 from offbeat.experiments.advice.verdict_text import SHOWN_SHARE, rate, verdict_text
 from offbeat.experiments.advice.work import Work
+from offbeat.experiments.device_speed import Compute, DeviceSpeed
 from offbeat.jobs.words import seconds
 from offbeat.lab import Cluster
 

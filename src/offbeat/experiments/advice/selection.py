@@ -14,10 +14,10 @@ from dataclasses import MISSING, dataclass, fields
 
 from offbeat.core.guards.script_usage import conflict_with
 from offbeat.core.profile import Profile
-from offbeat.core.profile.elsewhere import with_slower_links
 from offbeat.core.strategy.interface import Strategy
 from offbeat.core.strategy.registry import find, strategy_names
 from offbeat.experiments.advice.options import CHANGES, Option, predict_option
+from offbeat.experiments.advice.other_networks import with_slower_links
 
 MAX_STALENESS = 9  # largest accepted staleness: that of an average every ten iterations
 LEAST_GAIN = 0.0095  # least gain over gentler candidates, by the bound, that merits a simulation

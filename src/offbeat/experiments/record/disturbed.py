@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from offbeat.core.measuring.machine_load import describe_foreign, disturbing_share
+from offbeat.jobs.machine_load import describe_foreign, disturbing_share
 
 LATE = 0.03  # largest mean delay of a host, as a share of its compute
 

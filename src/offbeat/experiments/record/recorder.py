@@ -16,8 +16,6 @@ from torch import Tensor
 from offbeat.core.derive.windows import Windows
 from offbeat.core.files import write_or_warn, write_text
 from offbeat.core.measuring.loss import LossTap
-from offbeat.core.measuring.replica_sample import Sample
-from offbeat.core.measuring.reported import set_receiver
 from offbeat.core.plan import INSIDE, Plan, base_link
 from offbeat.core.profile import Profile
 from offbeat.core.runtime.iteration import BackwardSplit, Iteration
@@ -26,6 +24,8 @@ from offbeat.core.sim.trace import Span, spans_to_dict
 from offbeat.core.transport.device import Device, Mark
 from offbeat.experiments.record.record_file import RecordWriter, path_of
 from offbeat.jobs.iteration_spans import iteration_spans
+from offbeat.jobs.replica_sample import Sample
+from offbeat.jobs.reported import set_receiver
 
 BLOCK_ITERATIONS, BLOCK_S = 1000, 5.0  # a block ends at the first of these limits
 WINDOW_PERIODS = 3  # number of last periods whose spans are kept

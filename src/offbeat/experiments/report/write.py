@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from offbeat.core.files import replace_text
-from offbeat.core.profile.device_speed import Compute
+from offbeat.core.sim.trace import COMPUTE, Trace
+from offbeat.experiments.device_speed import Compute
 from offbeat.experiments.record.run_directory import SCHEMA, Contestant, Run, load
 from offbeat.experiments.report import gossip, metrics, words
 from offbeat.experiments.report.headline import headline
@@ -91,8 +92,37 @@ def _write_traces(folder: Path, contestant: Contestant) -> dict[str, str]:
     if (trace := contestant.predicted) is not None:
         found.append(("predicted", PREDICTED_TRACE, trace, gossip.predicted_gossip(trace), None))
     for _, name, trace, gossiped, ahead_s in found:
-        data = trace.to_chrome()
+        data = chrome_events(trace)
         if gossiped is not None:
             data["traceEvents"] += gossip.trace_events(gossiped, ahead_s)
         replace_text(folder / name, words.dumps(data))
     return {source: name for source, name, *_ in found}
+
+
+def chrome_events(trace: Trace) -> dict[str, Any]:
+    """Return Chrome trace events (for Perfetto): a process per rank, a thread per lane."""
+    lanes = list(dict.fromkeys([COMPUTE, *(span.lane for span in trace.spans)]))
+    events: list[dict[str, Any]] = []
+    for rank in range(trace.world_size):
+        label = f"rank {rank} ({trace.strategy}, {trace.source})"
+        events.append(_meta("process_name", rank, 0, label))
+        events += [_meta("thread_name", rank, i, lane) for i, lane in enumerate(lanes)]
+    for span in trace.spans:
+        carries = {} if span.carries is None else {"carries": list(range(*span.carries))}
+        events.append(
+            {
+                "name": span.name,
+                "cat": span.kind,
+                "ph": "X",
+                "pid": span.rank,
+                "tid": lanes.index(span.lane),
+                "ts": span.start_s * 1e6,
+                "dur": (span.end_s - span.start_s) * 1e6,
+                "args": {"iteration": span.iteration, "bytes": span.bytes, **carries},
+            }
+        )
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _meta(what: str, pid: int, tid: int, name: str) -> dict[str, Any]:
+    return {"name": what, "ph": "M", "pid": pid, "tid": tid, "args": {"name": name}}

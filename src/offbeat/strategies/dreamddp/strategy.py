@@ -17,7 +17,6 @@ from offbeat.core.plan import Apply, Plan
 from offbeat.core.profile import Profile
 from offbeat.core.sim import predict_plan
 from offbeat.core.strategy.interface import StatePolicy, Strategy, require_count
-from offbeat.core.strategy.suggestions import periods
 from offbeat.strategies.averaging import Layerwise
 from offbeat.strategies.compressible import NONE, with_wires
 from offbeat.strategies.dreamddp import candidates as ways
@@ -26,6 +25,7 @@ from offbeat.strategies.dreamddp.late import Planning, costs, delayed_bound_s, f
 from offbeat.strategies.dreamddp.sets import EXACT
 from offbeat.strategies.equations import Clip, Equations, delayed, layer_sets, partial
 from offbeat.strategies.outer_optimizer import is_real
+from offbeat.strategies.suggestions import periods
 
 SLICES_GAIN = 0.02  # relative gain required of slices with `split="auto"`: they are more messages
 PREDICTED_GAIN = 0.005  # relative gain required of later candidates if their prices are simulated

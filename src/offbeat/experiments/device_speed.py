@@ -3,11 +3,12 @@ describes."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+import math
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from offbeat.core.profile.elsewhere import with_device_speed
-from offbeat.core.profile.facts import Profile
+from offbeat.core.profile import Profile
+from offbeat.core.profile.facts import scaled_compute
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class DeviceSpeed:
         if self.factor is not None:
             return self.factor * (profile.pace or 1.0)
         assert self.iteration_s is not None
-        return compute_s(profile) / self.iteration_s
+        return profile.compute_s / self.iteration_s
 
     def apply(self, profile: Profile) -> Profile:
         """Return the profile with the compute times of the device."""
@@ -56,13 +57,13 @@ class Compute:
             return cls(
                 pace=profile.pace,
                 device_speed=None if profile.pace else 1.0,
-                iteration_s=compute_s(profile),
+                iteration_s=profile.compute_s,
             )
         factor = speed.relative_to(profile)
         return cls(
             pace=0.0,
             device_speed=factor / (profile.pace or 1.0),
-            iteration_s=compute_s(profile) / factor,
+            iteration_s=profile.compute_s / factor,
         )
 
     @property
@@ -86,6 +87,17 @@ class Compute:
         return {**asdict(self), "text": self.text}
 
 
-def compute_s(profile: Profile) -> float:
-    """Return the seconds of compute per iteration of a rank, without any message."""
-    return profile.forward_s + profile.backward_s + profile.update_s + profile.other_s
+def with_device_speed(profile: Profile, speed: float) -> Profile:
+    """Return the profile of devices that compute `speed` times as fast.
+
+    Forward, backward, updates and the rest of the loop are scaled. Messages and codecs keep their
+    measured times. The result has no pace: its times are those of the device, not of an emulated
+    host.
+
+    Raises:
+        ValueError: `speed` is not finite or not above 0.
+    """
+    if not 0 < speed < math.inf:
+        raise ValueError(f"speed ({speed:g}) of the device must be finite and above 0")
+    times = scaled_compute(profile, 1 / speed)
+    return replace(profile, other_s=profile.other_s / speed, pace=0.0, **times)

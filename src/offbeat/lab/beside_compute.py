@@ -78,7 +78,7 @@ def measure_beside(cluster: Cluster, flat: Flat, profile: Profile) -> Profile:
     Every rank must call it with equal profiles.
     """
     like = flat.parameter_tensors()[0]
-    if cluster.control.world_size == 1 or not profile.pace or like.device.type != "cpu":
+    if cluster.control.world_size == 1 or like.device.type != "cpu":
         return profile
     total = sum(flat.sizes_bytes)
     links, count = [], len(profile.all_links)

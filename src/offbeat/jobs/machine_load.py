@@ -73,7 +73,7 @@ def describe_foreign(share: float) -> str:
     return f"other programs used {100 * share:.0f} % of the processors"
 
 
-class Tally:
+class LoadTally:
     """Sum of samples in constant memory."""
 
     def __init__(self, processors: int) -> None:
@@ -117,7 +117,7 @@ class LoadSampler:
         self._root = root
         has_affinity = hasattr(os, "sched_getaffinity")  # not on macOS and Windows
         self._processors = sorted(os.sched_getaffinity(0)) if has_affinity else []
-        self._tally = Tally(len(self._processors))
+        self._tally = LoadTally(len(self._processors))
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="offbeat-load", daemon=True)
         self._begin_s, self._waited_s = time.monotonic(), _cpu_pressure_s()

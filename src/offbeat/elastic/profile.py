@@ -1,0 +1,62 @@
+"""Profile of a job whose members have changed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from statistics import fmean
+
+from offbeat.core.profile import Profile
+from offbeat.core.profile.elsewhere import extrapolate, repeated_ranks
+from offbeat.core.profile.facts import scaled_compute
+
+
+def for_members(
+    profile: Profile, members: int, earlier: Sequence[int | None] | None = None
+) -> Profile:
+    """Return the profile of a job after a change of its members.
+
+    The profile of one member keeps the costs of messages of two, which it does not send.
+
+    Args:
+        profile: profile of at least two replicas, or a result of this function.
+        members: number of replicas.
+        earlier: for each replica its index in `profile`; None if it was not measured, so that it
+            computes as long as the mean of the measured ones. By default properties of single
+            replicas are repeated in turn.
+    """
+    several = repeated_ranks(profile, 2) if profile.world_size == 1 else profile
+    several = extrapolate(several, hosts=max(members, 2))
+    found = several if members > 1 else repeated_ranks(several, 1)
+    if earlier is None:
+        earlier = [i % profile.world_size for i in range(members)]
+    if [*earlier] == [*range(profile.world_size)]:
+        return found
+    if profile.topology:
+        sizes = tuple(profile.topology[0 if i is None else i] for i in earlier)
+        found = replace(found, topology=sizes)
+    if profile.rank_jitter:
+        jitters = [profile.jitter if i is None else profile.rank_jitter[i] for i in earlier]
+        alike = len({*jitters}) == 1
+        jitter = fmean(jitters)
+        found = replace(found, jitter=jitter, rank_jitter=() if alike else tuple(jitters))
+    if not profile.rank_scale:
+        return found
+    scale = [1.0 if i is None else profile.rank_scale[i] for i in earlier]
+    return with_slower_replicas(replace(found, rank_scale=()), scale)
+
+
+def with_slower_replicas(profile: Profile, times: Sequence[float]) -> Profile:
+    """Return the profile with the compute times of each replica multiplied by a factor.
+
+    Args:
+        profile: measured profile.
+        times: one factor per replica.
+    """
+    before = profile.rank_scale or (1.0,) * profile.world_size
+    scale = [one * factor for one, factor in zip(before, times, strict=True)]
+    mean = fmean(scale)
+    if all(factor == times[0] for factor in times):
+        return replace(profile, **scaled_compute(profile, times[0]))
+    relative = tuple(one / mean for one in scale)
+    return replace(profile, rank_scale=relative, **scaled_compute(profile, mean))
