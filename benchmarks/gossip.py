@@ -28,7 +28,7 @@ from offbeat.strategies import BSP, WFBP, Strategy
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 from figures import spread
-from support.consensus import (  # pyright: ignore[reportMissingImports]
+from oracle.consensus import (  # pyright: ignore[reportMissingImports]
     Course,
     Quadratic,
     events,
@@ -95,7 +95,7 @@ def show_mean() -> None:
     workers = Workers.uneven(n, jitter=0.1)
     x = np.random.default_rng(0).standard_normal((n, 32)) + 1
     for order in ("after_mixing", "before_mixing"):
-        for name, network in (("none", None), (".2 s", Network(delay_s=0.2))):
+        for name, network in (("none", None), (".2 s", Network(delay_s=0.05))):
             timeline = simulate(rates, workers, network, units=600)
             common = follow(timeline, c, x, exchange=order).drift.max()
             own = follow(timeline, c, x, exchange=order, unit_s=workers.gradient_s).drift

@@ -139,8 +139,8 @@ def simulate_strategy(
         Network(
             size_bytes,
             server.exchange_caps,
-            # A request and its answer precede the bytes.
-            delay_s=2 * server.latency_s + _coding_s(strategy, profile),
+            delay_s=server.latency_s,
+            coding_s=_coding_s(strategy, profile),
         ),
         units=units,
         gradients=gradients,

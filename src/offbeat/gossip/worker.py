@@ -33,7 +33,7 @@ from offbeat.gossip.chunks import CHUNK_BYTES, Wire
 from offbeat.gossip.clock import Clock
 from offbeat.gossip.exchange import Counts, ExchangeRecord, Exchanges
 from offbeat.gossip.joining import Address, Place, assign_id
-from offbeat.gossip.pairing import Action, Begin, Pairing
+from offbeat.gossip.pairing import Action, Begin, Pairing, Requests
 from offbeat.gossip.peers import Peers
 from offbeat.gossip.protocol import SIGNALS, Kind, finite, ids_text
 from offbeat.gossip.state import Mixing
@@ -124,8 +124,7 @@ class Gossip:
         around = sorted(place.near) if place else sorted(settings.graph.adj[me])
         near = {peer: addresses[peer] for peer in around}
         self._peers = Peers(me, secret, near, door, settings.silent_s, self, joins=self._joined)
-        self._random = random.Random(f"{settings.seed} {me}")
-        self._rates: dict[int, float] = {}  # exchanges per unit of time, by neighbour
+        self._requests = Requests(me, {}, settings.seed)
         self._next: float | None = None  # label of the next request
         # accepted exchanges: label, number, whether coded
         self._accepted: dict[int, tuple[float, int, bool]] = {}
@@ -372,17 +371,14 @@ class Gossip:
 
     def _request_exchanges(self) -> None:
         """Request all exchanges that are due."""
-        total = sum(self._rates.values()) / 2
-        if self.clock.unit_s is None or total == 0:
-            self._next = None
+        if self.clock.unit_s is None:
             return
         now = self.clock.now()
         if self._next is None:
-            self._next = now + self._random.expovariate(total)
+            self._next = now + self._requests.wait()
         while self._next <= now:
-            self._next += self._random.expovariate(total)
-            peers, rates = zip(*self._rates.items(), strict=True)
-            self._perform(self._pairing.request(self._random.choices(peers, rates)[0]))
+            self._next += self._requests.wait()
+            self._perform(self._pairing.request(self._requests.choose()))
 
     def _redraw_request(self) -> None:
         """Draw the time of the next request anew."""
@@ -650,7 +646,7 @@ class Gossip:
         """
         self._require_one_part()
         rates = planned_rates(self.view.edges(), self._settings.rate).items()
-        self._rates = {sum(edge) - self.me: rate for edge, rate in rates if self.me in edge}
+        self._requests.rates = {sum(e) - self.me: rate for e, rate in rates if self.me in e}
         self._next = None
 
     def _require_one_part(self) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 from collections import Counter
 from types import SimpleNamespace
 from typing import Any
@@ -15,8 +14,8 @@ from offbeat.gossip.agreement import MIN_EXCHANGES, PERIOD, Agreement
 from offbeat.gossip.agreement_rounds import NOTICE, AgreementRounds
 from offbeat.gossip.clock import Clock
 from offbeat.gossip.exchange import Counts
+from offbeat.gossip.pairing import Requests
 from offbeat.gossip.state import AVERAGING, Mixing
-from offbeat.gossip.worker import Gossip
 
 RING = [(0, 1), (0, 3), (1, 2), (2, 3)]  # rate 1: half an exchange per edge and unit
 
@@ -70,15 +69,12 @@ def test_an_exchange_that_both_ends_have_counted_is_one() -> None:
 
 def test_each_end_of_an_edge_requests_half_of_its_exchanges() -> None:
     """2000 units, in which a neighbour with the rate 0.5 gets a quarter of a request per unit."""
-    gossip, requests = Gossip.__new__(Gossip), Counter[int]()
-    gossip._rates, gossip._next, gossip._random = {1: 0.5, 2: 1.5}, None, random.Random(1)
-    gossip._pairing = SimpleNamespace(request=lambda peer: requests.update([peer]))  # type: ignore[assignment]
-    gossip._perform = lambda _: None  # type: ignore[method-assign]
-    for label in range(2001):
-        gossip.clock = SimpleNamespace(unit_s=1.0, now=lambda at=label: at)  # type: ignore[assignment]
-        gossip._request_exchanges()
-    assert abs(requests[1] - 500) < 100
-    assert abs(requests[2] - 1500) < 150
+    requests, label, counts = Requests(0, {1: 0.5, 2: 1.5}, seed=0), 0.0, Counter[int]()
+    while (label := label + requests.wait()) < 2000:
+        counts[requests.choose()] += 1
+    assert abs(counts[1] - 500) < 100
+    assert abs(counts[2] - 1500) < 150
+    assert Requests(0, {}, seed=0).wait() == math.inf
 
 
 def test_no_agreement_is_due_before_the_gradient_time_is_known() -> None:

@@ -182,11 +182,11 @@ def test_a_neighbour_that_was_given_up_is_taken_again() -> None:
         peers._retry_at_s[0] = time.monotonic() + 2.5
         peers.wake()
         until(lambda: workers[2].gossip.view.edges() == [(0, 2), (1, 2)])
-        until(lambda: set(workers[0].gossip._rates) == {2})
+        until(lambda: set(workers[0].gossip._requests.rates) == {2})
         until(
             lambda: all(w.gossip.view.edges(State.UP) == [(0, 1), (0, 2), (1, 2)] for w in workers)
         )
-        until(lambda: set(workers[0].gossip._rates) == {1, 2})
+        until(lambda: set(workers[0].gossip._requests.rates) == {1, 2})
         until(lambda: len({worker.state.course.last for worker in workers}) == 1)
         assert any("can be reached again" in word for word in workers[0].gossip.take_notices())
         assert together([worker.consolidate for worker in workers]) == [None] * 3
