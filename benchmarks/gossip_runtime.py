@@ -302,8 +302,9 @@ def _worker(
 
     from offbeat.gossip.chunks import Wire
     from offbeat.gossip.clock import Clock
+    from offbeat.gossip.settings import Settings
     from offbeat.gossip.state import AVERAGING, State
-    from offbeat.gossip.worker import Gossip, Settings
+    from offbeat.gossip.worker import Gossip
 
     wire, clock = Wire([flat]), Clock()
     state = State([flat], wire, AVERAGING)

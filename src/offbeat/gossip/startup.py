@@ -32,9 +32,10 @@ from offbeat.gossip.graphs import Edge, topology
 from offbeat.gossip.joining import TRIPS, Place, get_place
 from offbeat.gossip.measured_graph import best_graph
 from offbeat.gossip.pairs import measure_pairs
+from offbeat.gossip.settings import Settings
 from offbeat.gossip.state import AVERAGING, State
 from offbeat.gossip.strategies import Gossip as GossipStrategy
-from offbeat.gossip.worker import Gossip, Settings
+from offbeat.gossip.worker import Gossip
 
 MANY_NEIGHBOURS = 4  # largest number of neighbours without a message on the memory of anchors
 
@@ -209,7 +210,7 @@ class GossipSetup:
         about = {"layout": self._fingerprint, "strategy": str(self._strategy), "id": worker}
         welcome = get_place(address, secret, about, self._cluster.timeout_s)
         place, self.clock = welcome.place, Clock(welcome.ahead_s)
-        self.clock.line = place.line
+        self.clock.follow(place.agreed.line)
         self._unpack_state(welcome.luggage, self.clock.now())
         text = f"joined the job at {address[0]}:{address[1]} as worker {place.me}"
         console.print("join", text, worker=place.me)
