@@ -111,7 +111,7 @@ def frame(kind: Kind, shard: int, clock: int) -> Any:
 
 def test_pulled_parameters_are_as_old_as_their_oldest_shard() -> None:
     client, server = Client.__new__(Client), SimpleNamespace(failures=3)
-    client._changed, client._pending_request = threading.Condition(), {}
+    client._changed, client._request = threading.Condition(), None
     client._missing, client._low, client._arrived = {0, 1, 2}, float("inf"), None
     for shard, clock in enumerate((5, 3, 4)):
         assert client._arrived is None
@@ -122,7 +122,7 @@ def test_pulled_parameters_are_as_old_as_their_oldest_shard() -> None:
 def test_only_the_acknowledgement_of_the_current_push_counts() -> None:
     """The acknowledgement of an earlier push may arrive late, after a connection has broken."""
     client, server = Client.__new__(Client), SimpleNamespace(failures=0, push_clock=2)
-    client._changed, client._pending_request = threading.Condition(), {}
+    client._changed, client._request = threading.Condition(), None
     client._pending = {0, 1}
     for clock, left in ((1, {0, 1}), (2, {1})):
         client._on_frame(server, frame(Kind.TAKEN, 0, clock))  # type: ignore[arg-type]
