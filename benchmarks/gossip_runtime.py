@@ -309,7 +309,7 @@ def _worker(
     wire, clock = Wire([flat]), Clock()
     state = State([flat], wire, AVERAGING)
     if welcome is not None:
-        clock.ahead_s, clock.line = welcome.ahead_s, welcome.place.line
+        clock.ahead_s, clock.line = welcome.ahead_s, welcome.place.agreed.line
         state.set_parameters([flat], clock.now())
 
     def packed(t: float) -> torch.Tensor:

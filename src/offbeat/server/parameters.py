@@ -206,22 +206,15 @@ class Store:
         for shard in self.shards.values():
             shard.leave(rank)
 
-    def snapshot(self) -> dict[str, Any]:
-        """Return parameters and optimizer state of all shards, for a file."""
+    def snapshot(self) -> dict[int, tuple[Tensor, dict[str, Any]]]:
+        """Return parameters and optimizer state of all shards, by number."""
         return {
-            "layout": self.layout.digest,
-            "server": self.server,
-            "shards": {
-                number: {
-                    "parameters": shard.parameters,
-                    "optimizer": shard.optimizer.state_dict(),
-                }
-                for number, shard in self.shards.items()
-            },
+            n: (shard.parameters, shard.optimizer.state_dict()) for n, shard in self.shards.items()
         }
 
-    def restore(self, saved: dict[str, Any]) -> None:
+    def restore(self, saved: dict[int, tuple[Tensor, dict[str, Any]]]) -> None:
         """Load the result of `snapshot`. Clocks are not restored: they begin at 0."""
         for number, shard in self.shards.items():
-            shard.parameters.copy_(saved["shards"][number]["parameters"])
-            shard.optimizer.load_state_dict(saved["shards"][number]["optimizer"])
+            parameters, optimizer = saved[number]
+            shard.parameters.copy_(parameters)
+            shard.optimizer.load_state_dict(optimizer)
