@@ -56,7 +56,9 @@ def parse_edges(edges: Any) -> list[tuple[int, int]]:
 
 
 def _is_pair(edge: Any) -> bool:
-    return isinstance(edge, (list, tuple)) and len(edge) == 2 and all(type(end) is int for end in edge)
+    return (
+        isinstance(edge, (list, tuple)) and len(edge) == 2 and all(type(end) is int for end in edge)
+    )
 
 
 def ids_text(workers: Iterable[int]) -> str:
