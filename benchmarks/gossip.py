@@ -19,7 +19,7 @@ from statistics import fmean
 import numpy as np
 
 from offbeat.gossip.graphs import Constants, Rates, constants, edge_rates, topology
-from offbeat.gossip.measured_graph import measured
+from offbeat.gossip.measured_graph import best_graph
 from offbeat.gossip.simulation import Network, Workers, simulate
 from offbeat.profile import Bucket, Link, Profile
 from offbeat.sim import Ranks
@@ -28,7 +28,7 @@ from offbeat.strategies import BSP, WFBP, Strategy
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 from figures import spread
-from support.consensus import (  # pyright: ignore[reportMissingImports]
+from oracle.consensus import (  # pyright: ignore[reportMissingImports]
     Course,
     Quadratic,
     events,
@@ -95,7 +95,7 @@ def show_mean() -> None:
     workers = Workers.uneven(n, jitter=0.1)
     x = np.random.default_rng(0).standard_normal((n, 32)) + 1
     for order in ("after_mixing", "before_mixing"):
-        for name, network in (("none", None), (".2 s", Network(delay_s=0.2))):
+        for name, network in (("none", None), (".2 s", Network(delay_s=0.05))):
             timeline = simulate(rates, workers, network, units=600)
             common = follow(timeline, c, x, exchange=order).drift.max()
             own = follow(timeline, c, x, exchange=order, unit_s=workers.gradient_s).drift
@@ -268,10 +268,10 @@ def show_links() -> None:
         print(f"\n{label}; consensus per second, promised and simulated:\n")
         head("graph", "edges", "1 / sqrt(chi1 chi2)", "decay, simulated", "busy")
         delay = np.full((n, n), 1e-3)
-        best = measured(rate, delay, message, busy=BUSY)
-        cases: list[tuple[str, dict[tuple[int, int], float]]] = [("measured", best.rates_per_s)]
-        for name in ("ring", "exponential", "torus", "complete", "star"):
-            made = edge_rates(topology(name, n))
+        cases: list[tuple[str, dict[tuple[int, int], float]]] = []
+        for name in ("measured", "ring", "exponential", "torus", "complete", "star"):
+            best = name == "measured"
+            made = edge_rates(best_graph(rate, delay, message) if best else topology(name, n))
             spent = [
                 sum(one * (1e-3 + message / rate[e]) for e, one in made.items() if k in e)
                 for k in range(n)

@@ -302,13 +302,14 @@ def _worker(
 
     from offbeat.gossip.chunks import Wire
     from offbeat.gossip.clock import Clock
+    from offbeat.gossip.settings import Settings
     from offbeat.gossip.state import AVERAGING, State
-    from offbeat.gossip.worker import Gossip, Settings
+    from offbeat.gossip.worker import Gossip
 
     wire, clock = Wire([flat]), Clock()
     state = State([flat], wire, AVERAGING)
     if welcome is not None:
-        clock.ahead_s, clock.line = welcome.ahead_s, welcome.place.line
+        clock.ahead_s, clock.line = welcome.ahead_s, welcome.place.agreed.line
         state.set_parameters([flat], clock.now())
 
     def packed(t: float) -> torch.Tensor:

@@ -66,7 +66,7 @@ class _Training(ServedJob):
         seed: int,
         iterations: int,
     ) -> None:
-        super().__init__(server, compute_s, strategy.s, strategy.apply == "push")
+        super().__init__(server, compute_s, strategy.s, each_push=strategy.apply == "push")
         workers = compute_s.shape[1]
         torch.manual_seed(seed)
         self._first = first = task.model()
@@ -95,8 +95,7 @@ class _Training(ServedJob):
         ]
         self._order = [self._places(model) for model in self._models]
         self._snapshots: list[Tensor | None] = [None] * workers
-        self._pushes: list[deque[tuple[int, Tensor]]] = [deque() for _ in range(workers)]
-        self._received = deque[int]()  # workers whose pushes wait for their step, in order
+        self._pushes: list[deque[Tensor]] = [deque() for _ in range(workers)]
         self._applied_pushes = 0
         self.quality: list[list[float]] = []
         self.times_s: list[float] = []
@@ -108,51 +107,32 @@ class _Training(ServedJob):
 
     # ---- what the simulation tells of ---------------------------------------------------------
 
-    def _load_arrived(self, n: int) -> None:
-        if self._workers[n].arrived is not None:
-            snapshot = self._snapshots[n]
-            assert snapshot is not None
-            with torch.no_grad():
-                views = self._layout.views({snapshot.dtype: snapshot})
-                torch._foreach_copy_(self._order[n], views)
-        super()._load_arrived(n)
+    def load(self, n: int) -> None:
+        snapshot = self._snapshots[n]
+        assert snapshot is not None
+        with torch.no_grad():
+            views = self._layout.views({snapshot.dtype: snapshot})
+            torch._foreach_copy_(self._order[n], views)
 
-    def _compute(self, n: int, now_s: float, staleness: int) -> None:
-        super()._compute(n, now_s, staleness)
-        self._add_gradient(n, self._workers[n].clock)
-
-    def _answer(self, n: int, now_s: float) -> None:
-        super()._answer(n, now_s)
-        if not self._workers[n].parked:
-            self._snapshots[n] = self._flat.clone()
-
-    def _receive_push(self, n: int, now_s: float) -> None:
-        if self._each_push:
-            self._received.append(n)
-        else:  # the server steps when a clock is complete
-            self._take(n, now_s)
-        super()._receive_push(n, now_s)
-
-    def _end_apply(self, n: int, now_s: float) -> None:
-        if self._each_push:
-            self._take(self._received.popleft(), now_s)
-        super()._end_apply(n, now_s)
-
-    # ---- numbers ------------------------------------------------------------------------------
-
-    def _add_gradient(self, n: int, clock: int) -> None:
-        """The gradient that worker n pushes when its compute is over."""
+    def begin(self, n: int, clock: int, low: int) -> None:
+        """Compute the gradient that worker n pushes when its compute is over."""
+        super().begin(n, clock, low)
         model, parameters = self._models[n], self._order[n]
         loss = self._task.loss(model, next(self._batches[n]))
         gradients = torch.autograd.grad(loss, parameters)
         flat = torch.empty_like(self._flat)
         views = self._layout.views({flat.dtype: flat})
         torch._foreach_copy_(views, list(gradients))
-        self._pushes[n].append((clock, flat))
+        self._pushes[n].append(flat)
 
-    def _take(self, n: int, now_s: float) -> None:
-        """The server takes worker n's oldest push."""
-        clock, gradient = self._pushes[n].popleft()
+    def answer(self, n: int) -> None:
+        self._snapshots[n] = self._flat.clone()
+
+    # ---- numbers ------------------------------------------------------------------------------
+
+    def apply(self, n: int, clock: int) -> None:
+        super().apply(n, clock)
+        gradient = self._pushes[n].popleft()
         for group in self._optimizer.param_groups:
             group["lr"] = self._task.rate(clock, self._iterations)
         settings = settings_of(self._optimizer)
@@ -160,19 +140,18 @@ class _Training(ServedJob):
             part = gradient[shard.spec.start : shard.spec.stop]
             shard.push(n, clock, part, settings)
         self._applied_pushes += 1
-        workers = len(self._workers)
-        if self._applied_pushes % (EVERY * workers) == 0:
-            self._look(self._applied_pushes // workers, now_s)
-        if self._applied_pushes == self._iterations * workers:
+        if self._applied_pushes % (EVERY * self.workers) == 0:
+            self._look(self._applied_pushes // self.workers)
+        if self._applied_pushes == self._iterations * self.workers:
             raise _Enough
 
-    def _look(self, iteration: int, now_s: float) -> None:
+    def _look(self, iteration: int) -> None:
         """The server's parameters, and the mean of the workers' running statistics."""
         with torch.no_grad():
             torch._foreach_copy_(self._layout.parameters, self._layout.views(self._flats))
         held = {name: p.detach() for name, p in self._first.named_parameters()}
         states = [{**model.state_dict(), **held} for model in self._models]
         self.quality.append([iteration, *quality_of_mean(self._task, states)])
-        self.times_s.append(now_s)
-        clocks = [worker.clock for worker in self._workers]
+        self.times_s.append(self.kernel.now)
+        clocks = self.clocks.present.values()
         self.apart.append(max(clocks) - min(clocks))

@@ -15,7 +15,7 @@ from offbeat.experiments.new_run import SKIP
 from offbeat.experiments.record.record_file import read, records_in
 from offbeat.experiments.report import load, summarize
 from offbeat.profile import Profile
-from offbeat.server.simulation import run_served
+from offbeat.server.simulation import ServedJob
 from offbeat.sessions.separate_workers import compute_seconds, server_of
 from offbeat.sim import Ranks, predict, simulate
 from offbeat.strategies import SSP
@@ -179,12 +179,12 @@ def _by_kind(label: str, directory: Path) -> list[tuple[str, float, float]]:
     told = [read(path) for path in records_in(directory / label / "rep0")]
     ends_s = [record["trace"]["ends_s"][0] for record in told]
     strategy = SSP(**json.loads((directory / label / "rep0" / "job.json").read_text())["settings"])
-    made = run_served(
+    made = ServedJob(
         server_of(profile, 1),
         compute_seconds(profile, Ranks(), len(ends_s[0]), 0),
         strategy.s,
         each_push=strategy.apply == "push",
-    )
+    ).run()
     seen, said = (
         [(ends[-1] - ends[SKIP - 1]) / (len(ends) - SKIP) for ends in every]
         for every in (ends_s, made.ends_s)

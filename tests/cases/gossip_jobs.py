@@ -19,8 +19,9 @@ from offbeat.core.transport.listeners import open_listener
 from offbeat.gossip.chunks import Wire, WireForm
 from offbeat.gossip.clock import Clock
 from offbeat.gossip.joining import get_place
+from offbeat.gossip.settings import Settings
 from offbeat.gossip.state import AVERAGING, State
-from offbeat.gossip.worker import Gossip, Settings
+from offbeat.gossip.worker import Gossip
 
 SECRET = b"a secret of the tests"
 SIZE = 50  # four chunks
@@ -127,12 +128,12 @@ def come(
     settings = {"silent_s": 5.0, "timeout_s": 10.0, **settings}
     strategy = settings.get("strategy", "")
     about = {"layout": layout, "strategy": strategy, "id": worker}
-    welcome = get_place(
-        workers[through].gossip._listen_address[:2], secret, about, settings["timeout_s"]
-    )
+    door = workers[through].gossip
+    address = door._neighbours.addresses[door.me]
+    welcome = get_place(address, secret, about, settings["timeout_s"])
     place, clock = welcome.place, Clock(welcome.ahead_s)
     wire = Wire([flat], "none", chunk_bytes, codec)
-    clock.line = place.line
+    clock.follow(place.agreed.line)
     state, entrance = State([flat], wire, AVERAGING), open_listener("127.0.0.1", 16)
     began = welcome.luggage.view(flat.dtype)
     state.set_parameters([began], clock.now())

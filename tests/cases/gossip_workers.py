@@ -22,9 +22,8 @@ from offbeat.core.transport.control import Control
 from offbeat.experiments.record.record_file import path_of, read
 from offbeat.gossip import pairs
 from offbeat.gossip import session as gossip_session
-from offbeat.gossip.clock import Clock
+from offbeat.gossip.clock import Clock, Line
 from offbeat.gossip.strategies import Gossip
-from offbeat.gossip.tree_reductions import USER
 from offbeat.gossip.view import State
 from offbeat.strategies import A2CiD2
 from offbeat.testing import inspect
@@ -91,14 +90,15 @@ def gossip(
 
 def noted_units(clock: Clock) -> list[tuple[float, float]]:
     """A list that grows with the units of a clock."""
-    set_unit, line = clock.set_unit, clock.line
+    follow, line = clock.follow, clock.line
     units = [] if line.unit_s is None else [(line.unit_s, line.since_s)]
 
-    def note(unit_s: float, since_s: float) -> None:
-        set_unit(unit_s, since_s)
-        units.append((unit_s, since_s))
+    def note(line: Line) -> None:
+        if line != clock.line and line.unit_s is not None:
+            units.append((line.unit_s, line.since_s))
+        follow(line)
 
-    clock.set_unit = note  # type: ignore[method-assign]
+    clock.follow = note  # type: ignore[method-assign]
     return units
 
 
@@ -220,7 +220,7 @@ def consolidated() -> tuple[int, int]:
     count: Any = model[1].num_batches_tracked
     count.fill_(9 + rank())
     prepared.consolidate()
-    found = prepared._session._gossip._reductions.held[USER], int(count)
+    found = prepared._session._gossip._reductions.held, int(count)
     prepared.close()
     return found
 

@@ -35,8 +35,7 @@ def poisson(rates: Rates, n: int, units: float, *, seed: int = 0) -> Timeline:
     which = rng.choice(len(edges), size=len(at_s), p=each / each.sum())
     none = np.empty(0)
     nobody = none.astype(np.intp)
-    by, zeros = edges[which, 0], np.zeros(n, dtype=np.intp)
-    return Timeline(n, units, 1.0, nobody, none, none, edges[which], by, at_s, at_s, at_s, zeros)
+    return Timeline(n, units, 1.0, nobody, none, none, edges[which], at_s, at_s)
 
 
 def events(timeline: Timeline) -> int:

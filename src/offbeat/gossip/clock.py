@@ -42,6 +42,15 @@ class Line(NamedTuple):
     label: float = 0.0
     unit_s: float | None = None
 
+    def label_at(self, common_s: float) -> float:
+        """Return the label at a time of the common clock."""
+        passed_s = max(common_s - self.since_s, 0.0)
+        return self.label if self.unit_s is None else self.label + passed_s / self.unit_s
+
+    def with_unit(self, unit_s: float, since_s: float) -> Line:
+        """Return the labels with another unit in seconds, from `since_s` of the common clock on."""
+        return Line(since_s, self.label_at(since_s), unit_s)
+
 
 class Clock:
     """Clock of a worker. Labels are 0 until a unit is set.
@@ -66,17 +75,12 @@ class Clock:
 
     def now(self) -> float:
         """Return the current label."""
-        return self.label_at(self.common_s())
+        return self.line.label_at(self.common_s())
 
-    def set_unit(self, unit_s: float, since_s: float) -> None:
-        """Set the unit in seconds, from `since_s` of the common clock on."""
-        self.line = Line(since_s, self.label_at(since_s), unit_s)
+    def follow(self, line: Line) -> None:
+        """Use another relation between labels and seconds."""
+        self.line = line
 
     def seconds_until(self, label: float) -> float | None:
         """Return the seconds from now to a label; None without a unit."""
         return None if self.unit_s is None else (label - self.now()) * self.unit_s
-
-    def label_at(self, common_s: float) -> float:
-        """Return the label at a time of the common clock."""
-        since_s, label, unit_s = self.line
-        return label if unit_s is None else label + max(common_s - since_s, 0.0) / unit_s

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -21,13 +21,14 @@ from offbeat.core.buckets.flat import memory_of
 from offbeat.frames.connection import Connection
 from offbeat.frames.frames import Frame, Header, WireError, pack
 from offbeat.frames.secret import VARIABLE as SECRET
-from offbeat.gossip.agreement import Agreement
-from offbeat.gossip.clock import Line, RoundTrip, offset_s
+from offbeat.gossip.agreement import Agreement, Agreements
+from offbeat.gossip.clock import Clock, RoundTrip, offset_s
+from offbeat.gossip.neighbours import ANOTHER_MODEL, Neighbours
+from offbeat.gossip.peers import Address, Peers
 from offbeat.gossip.protocol import Kind, ids_text, parse_edges
-from offbeat.gossip.state import Change
+from offbeat.gossip.settings import Settings
+from offbeat.gossip.tree_reductions import TreeReductions
 from offbeat.gossip.view import Edge, Known, View
-
-Address = tuple[str, int]
 
 NO_ID = 0xFFFF  # sender id of a worker without an id
 TRIPS = 8  # round trips to measure the clock offset
@@ -45,40 +46,33 @@ class Place:
         first: initial edges of the job.
         known: edges that have changed since.
         near: addresses of the neighbours.
-        course: changes of the mixing constants.
-        line: labels as a function of the common clock.
         agreed: current agreement.
-        held: completed reductions by channel.
+        held: number of completed reductions.
     """
 
     me: int
     first: list[Edge]
     known: list[Known]
     near: dict[int, Address]
-    course: list[Change]
-    line: Line
     agreed: Agreement
-    held: dict[int, int]
+    held: int
 
     def pack(self) -> dict[str, Any]:
         """Return the place as JSON data."""
         near = {str(peer): address for peer, address in self.near.items()}
-        return {**asdict(self), "near": near, "held": [*self.held.items()]}
+        return {**asdict(self), "near": near}
 
     @staticmethod
     def unpack(data: dict[str, Any]) -> Place:
         """Return the place from JSON data. Raise WireError if the data is invalid."""
         try:
-            agreed = data["agreed"]
             return Place(
                 int(data["me"]),
                 parse_edges(data["first"]),
                 [tuple(known) for known in data["known"]],
                 {int(peer): (str(host), int(port)) for peer, (host, port) in data["near"].items()},
-                [Change(*change) for change in data["course"]],
-                Line(*data["line"]),
-                Agreement(**{**agreed, "edges": parse_edges(agreed["edges"])}),
-                {int(channel): int(count) for channel, count in data["held"]},
+                Agreement.unpack(data["agreed"]),
+                int(data["held"]),
             )
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise WireError(f"the place that was given cannot be: {error}") from None
@@ -97,6 +91,95 @@ class Welcome:
     place: Place
     ahead_s: float
     luggage: Tensor
+
+
+class Admission:
+    """Answers of a worker to those that want to join, and the wait for those that may.
+
+    Args:
+        settings: settings of the job.
+        first: initial edges of the job.
+        clock: common clock.
+        view: edges of the graph.
+        peers: connections.
+        neighbours: neighbours, which expect joining workers.
+        agreements: agreements of the job.
+        reductions: reductions of the job.
+        luggage: callable that returns the initial state for a joining worker, mixed up to a label.
+        warn: called with notices for the user.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        first: Sequence[Edge],
+        clock: Clock,
+        view: View,
+        peers: Peers,
+        neighbours: Neighbours,
+        agreements: Agreements,
+        reductions: TreeReductions,
+        luggage: Callable[[float], Tensor],
+        warn: Callable[[str], None],
+    ):
+        self._settings, self._first, self._clock, self._view = settings, list(first), clock, view
+        self._peers, self._neighbours, self._agreements = peers, neighbours, agreements
+        self._reductions, self._luggage, self._warn = reductions, luggage, warn
+        self._postponed: list[Callable[[], None]] = []
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether a reduction waits for joining workers."""
+        return bool(self._postponed)
+
+    def when_all_came(self, act: Callable[[], None]) -> None:
+        """Call `act` once all joining workers have connected or have been given up: they take part
+        in all reductions after their place was assigned."""
+        self._postponed.append(act)
+        self.give_up_lost()
+
+    def give_up_lost(self) -> None:
+        """Give up joining workers that have not connected within `silent_s` seconds."""
+        now, joining = time.monotonic(), self._neighbours.joining
+        for worker in [w for w, at in joining.items() if now - at > self._settings.silent_s]:
+            del joining[worker]
+            self._warn(f"worker {worker} was given a place, but has not come")
+        while self._postponed and not joining:
+            self._postponed.pop(0)()
+
+    def answer(self, frame: Frame[Kind], *, busy: bool) -> tuple[bytes, memoryview | None]:
+        """Return the answer to a worker that is not a neighbour. Raise WireError to refuse it."""
+        me = self._view.me
+        if frame.header.kind is Kind.TIME:
+            return pack(Kind.TIME, me, meta={"now_s": self._clock.common_s()}), None
+        if busy or self._postponed or self._clock.unit_s is None:
+            return pack(Kind.LATER, me), None
+        return self._admit(frame.meta)
+
+    def _admit(self, request: dict[str, Any]) -> tuple[bytes, memoryview]:
+        """Return the WELCOME frame for a joining worker, and publish its edges.
+
+        Raises:
+            WireError: model or strategy differ, or the requested id is not available.
+        """
+        settings, view, me = self._settings, self._view, self._view.me
+        if request.get("layout") != settings.layout:
+            raise WireError(ANOTHER_MODEL)
+        if request.get("strategy") != settings.strategy:
+            raise WireError(f"its strategy ({request.get('strategy')}) must be {settings.strategy}")
+        addresses, former = self._neighbours.addresses, request.get("id")
+        reachable = self._peers.reachable()
+        worker, around = assign_id(me, former, view, self._first, set(addresses), reachable)
+        self._neighbours.publish(view.add_worker(worker, around))
+        if me in around:
+            self._peers.expect(worker)
+            self._neighbours.joining[worker] = time.monotonic()
+        body = self._luggage(self._clock.now())
+        near = {peer: addresses[peer] for peer in around}
+        known, held = view.changed_edges(), self._reductions.held
+        place = Place(worker, self._first, known, near, self._agreements.agreed, held)
+        head = pack(Kind.WELCOME, me, meta=place.pack(), body_bytes=len(body))
+        return head, memory_of(body)
 
 
 def assign_id(

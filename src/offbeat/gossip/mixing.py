@@ -1,9 +1,24 @@
-"""Arithmetic of A2CiD2 on the flat arrays of a worker, in place, for NumPy and torch.
+"""Algorithm 1 of A2CiD2: its lines, and their arithmetic in place for NumPy and torch.
 
-A worker has parameters x and a second copy x~ (`tilde`), which an exchange moves further than x.
-Between two events x and x~ approach each other. All operations are linear. An exchange that is
-applied late therefore has the effect of an exchange at its own time, mixed up to the present
-(`jump`).
+A worker has parameters x, a second copy x~ (`tilde`) and the label t of its last event, which two
+threads share (`state.State`). x~ moves further in an exchange, and between events x and x~ approach
+each other. Numbers are lines of the paper.
+
+    thread of the training loop:                            `state.State.step`
+      6-8     t' = clock(); g = gradient at x
+      9       x, x~ = mix(x, x~, eta, t' - t)               `mix`
+      10-12   x = x - gamma g; x~ = x~ - gamma g; t = t'    the optimizer's step, then `follow`
+
+    thread of gossip:                                       `exchanging.Exchanging`
+      14-15   t' = clock(); find an available worker j      `pairing.Pairing`
+      17      x, x~ = mix(x, x~, eta, t' - t)               `mix`, in `state.State.snapshot`
+      16      send x to j, receive x of j; m = x - x of j   `exchange.Exchange.difference`
+      18-20   x = x - alpha m; x~ = x~ - alpha~ m; t = t'   `exchange`, in `state.State.apply`
+
+Line 17 comes before line 16: with the paper's order (`mixed=False`) workers agree more slowly. Both
+workers use one t', the later of their clocks. All operations are linear, so m that arrives dt later
+has the effect of m at t', mixed for dt (`jump`). eta, alpha and alpha~ follow from the graph
+(`graphs.constants`).
 
 Source: Nabli, Belilovsky, Oyallon, A2CiD2, NeurIPS 2023, Algorithm 1, with the exchange after the
     mixing. AD-PSGD (Lian et al., ICML 2018) is the case without x~ and with eta = 0.

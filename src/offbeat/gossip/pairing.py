@@ -18,7 +18,10 @@ depends on its two partners only.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from random import Random
 
 from offbeat.gossip.protocol import Kind
 
@@ -162,3 +165,24 @@ class Pairing:
             return []
         self.asked = self.duties.pop(0)
         return [Send(self.asked, Kind.ASK)]
+
+
+class Requests:
+    """Random requests of worker `me`: a Poisson process at half of the rates of its edges, as the
+    other ends request the other half.
+
+    Attributes:
+        rates: exchanges per unit of time, by neighbour.
+    """
+
+    def __init__(self, me: int, rates: Mapping[int, float], seed: int) -> None:
+        self.rates, self._random = rates, Random(f"{seed} {me}")
+
+    def wait(self) -> float:
+        """Return the units of time until the next request; infinite without neighbours."""
+        total = sum(self.rates.values()) / 2
+        return self._random.expovariate(total) if total else math.inf
+
+    def choose(self) -> int:
+        """Return the receiver of the next request."""
+        return self._random.choices([*self.rates], [*self.rates.values()])[0]

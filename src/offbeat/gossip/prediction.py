@@ -20,7 +20,7 @@ from offbeat.core.sim.ranks import Ranks
 from offbeat.core.sim.simulation import LEAST_ITERATIONS, MAX_RANKS
 from offbeat.core.sim.trace import COMPUTE, Span, Trace
 from offbeat.gossip.graphs import edge_rates, topology
-from offbeat.gossip.measured_graph import measured
+from offbeat.gossip.measured_graph import best_graph
 from offbeat.gossip.simulation import Network, Timeline, Workers, simulate
 from offbeat.sessions.separate_workers import Server, compute_seconds, forward_share, server_of
 
@@ -139,8 +139,8 @@ def simulate_strategy(
         Network(
             size_bytes,
             server.exchange_caps,
-            # A request and its answer precede the bytes.
-            delay_s=2 * server.latency_s + _coding_s(strategy, profile),
+            delay_s=server.latency_s,
+            coding_s=_coding_s(strategy, profile),
         ),
         units=units,
         gradients=gradients,
@@ -163,7 +163,7 @@ def graph_of(strategy: Gossip, server: Server, size_bytes: int) -> nx.Graph:
         return topology(strategy.topology, workers)
     rates = np.minimum.outer(server.exchange_caps, server.exchange_caps)
     delays = np.full_like(rates, server.latency_s)
-    return measured(rates, delays, size_bytes, momentum=strategy.momentum, even=True).graph
+    return best_graph(rates, delays, size_bytes, momentum=strategy.momentum)
 
 
 def message_bytes(strategy: Gossip, profile: Profile) -> int:

@@ -14,8 +14,8 @@ class Kind(IntEnum):
     reduction.
     """
 
-    # meta: layout, life, door (address), whole (last complete exchange with the receiver), known
-    # (edges), held (reductions)
+    # meta: layout, life, door (address), whole (last complete exchange with the receiver), and all
+    # fields of VIEW
     HELLO = 1
     # request of an exchange; meta: t, anchored (exchange that left the anchors of the sender)
     ASK = 2
@@ -24,9 +24,10 @@ class Kind(IntEnum):
     CHUNK = 5  # x at the time of the exchange, or its codes; shard: number of the chunk
     WHOLE = 6  # the sender has received all chunks
     BEAT = 7  # heartbeat
-    VIEW = 8  # meta: known (changed edges), held (completed reductions)
+    # meta: what is new of known (edges), reports and agreed (`Agreements`); held (reductions)
+    VIEW = 8
     UP = 9  # sum on its way to the root; shard: chunk; meta: digest, largest
-    DOWN = 10  # result; fields of UP, and note
+    DOWN = 10  # result; fields of UP
     BYE = 11  # the sender leaves the job
     REFUSED = 12  # meta: why (the reason)
     TIME = 13  # request of the common time; meta of the answer: now_s
@@ -45,18 +46,6 @@ def finite(value: Any) -> float:
     return float(value)
 
 
-def parse_agreement(note: Any) -> tuple[float, list[tuple[int, int]] | None]:
-    """Return the time and the new edges of an agreement; None for unchanged edges.
-
-    Raises:
-        WireError: `note` is not the note of an agreement.
-    """
-    if not isinstance(note, dict):
-        raise WireError("an agreement must have a note")
-    edges = note.get("edges")
-    return finite(note.get("now_s")), None if edges is None else parse_edges(edges)
-
-
 def parse_edges(edges: Any) -> list[tuple[int, int]]:
     """Return the edges in the metadata of a frame. Raise WireError unless they are pairs of
     integers.
@@ -67,7 +56,9 @@ def parse_edges(edges: Any) -> list[tuple[int, int]]:
 
 
 def _is_pair(edge: Any) -> bool:
-    return isinstance(edge, list) and len(edge) == 2 and all(type(end) is int for end in edge)
+    return (
+        isinstance(edge, (list, tuple)) and len(edge) == 2 and all(type(end) is int for end in edge)
+    )
 
 
 def ids_text(workers: Iterable[int]) -> str:

@@ -30,11 +30,12 @@ from offbeat.gossip.chunks import Wire
 from offbeat.gossip.clock import Clock, RoundTrip, offset_s
 from offbeat.gossip.graphs import Edge, topology
 from offbeat.gossip.joining import TRIPS, Place, get_place
-from offbeat.gossip.measured_graph import measured
+from offbeat.gossip.measured_graph import best_graph
 from offbeat.gossip.pairs import measure_pairs
+from offbeat.gossip.settings import Settings
 from offbeat.gossip.state import AVERAGING, State
 from offbeat.gossip.strategies import Gossip as GossipStrategy
-from offbeat.gossip.worker import Gossip, Settings
+from offbeat.gossip.worker import Gossip
 
 MANY_NEIGHBOURS = 4  # largest number of neighbours without a message on the memory of anchors
 
@@ -88,16 +89,15 @@ def _print_join_command(address: tuple[str, int], strategy: GossipStrategy) -> N
 def _graph(strategy: GossipStrategy, control: Control, message_bytes: int) -> nx.Graph:
     """Return the graph of the topology; every rank must call it.
 
-    "measured" is the graph with the fastest agreement if links are the bottleneck.
+    "measured" is the named graph with the fastest agreement if links are the bottleneck.
     """
     if strategy.topology != "measured":
         return topology(strategy.topology, control.world_size)
     rate, delay = measure_pairs(control, message_bytes)
     edges: list[Edge] = []
     if control.rank == 0:  # other hosts may round differently, so only rank 0 computes the graph
-        momentum = strategy.momentum
-        found = measured(rate, delay, message_bytes, momentum=momentum, even=True)
-        edges = [(int(i), int(j)) for i, j in sorted(found.rates_per_s)]
+        found = best_graph(rate, delay, message_bytes, momentum=strategy.momentum)
+        edges = sorted((min(edge), max(edge)) for edge in found.edges)
         listed = ", ".join(f"{i}-{j}" for i, j in edges)
         console.print("graph", f"edges by measured links: {listed}", edges=edges)
     return topology(control.gather(edges)[0], control.world_size)
@@ -210,7 +210,7 @@ class GossipSetup:
         about = {"layout": self._fingerprint, "strategy": str(self._strategy), "id": worker}
         welcome = get_place(address, secret, about, self._cluster.timeout_s)
         place, self.clock = welcome.place, Clock(welcome.ahead_s)
-        self.clock.line = place.line
+        self.clock.follow(place.agreed.line)
         self._unpack_state(welcome.luggage, self.clock.now())
         text = f"joined the job at {address[0]}:{address[1]} as worker {place.me}"
         console.print("join", text, worker=place.me)

@@ -64,6 +64,13 @@ class Change(NamedTuple):
         return Mixing(self.eta, self.alpha, self.alpha_tilde)
 
 
+def changed(changes: Sequence[Change], label: float, mixing: Mixing) -> list[Change]:
+    """Return the changes with other constants from a label on. Later changes are removed."""
+    kept = [change for change in changes if change.since < label]
+    new = Change(label, mixing.eta, mixing.alpha, mixing.alpha_tilde)
+    return [*kept, new][-REMEMBERED:]
+
+
 class Course:
     """History of the mixing constants. All workers must change them at the same labels, otherwise
     the average over workers changes.
@@ -78,9 +85,7 @@ class Course:
 
     def change(self, label: float, mixing: Mixing) -> None:
         """Use other constants from a label on. Later changes that were planned are removed."""
-        kept = [change for change in self.changes if change.since < label]
-        new = Change(label, mixing.eta, mixing.alpha, mixing.alpha_tilde)
-        self.changes = [*kept, new][-REMEMBERED:]
+        self.changes = changed(self.changes, label, mixing)
 
     def mixing_at(self, label: float) -> Mixing:
         """Return the constants at a label."""

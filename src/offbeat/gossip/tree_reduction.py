@@ -8,9 +8,8 @@ each member.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
@@ -28,7 +27,6 @@ class Output:
         chunk: number of the chunk.
         body: bytes of the chunk.
         largest: largest of the numbers `largest` known so far.
-        note: note of the root; None on the way up.
     """
 
     to: int
@@ -36,7 +34,6 @@ class Output:
     chunk: int
     body: memoryview
     largest: float
-    note: Any = None
 
 
 class TreeReduction:
@@ -45,23 +42,17 @@ class TreeReduction:
     Args:
         numbers: flat tensors on the host to be summed.
         largest: number whose maximum over all workers is computed.
-        note: callable that returns the note of the root (JSON), called when the root has all
-            numbers.
 
     Attributes:
         result: sums over all workers, once `done`.
         largest: maximum over all workers, once `done`.
-        note: note of the root, once `done`.
         done: whether all chunks of the result are known.
         place: place of this worker in the tree; None before `start`.
     """
 
-    def __init__(
-        self, numbers: Sequence[Tensor], largest: float, note: Callable[[], Any] | None = None
-    ):
-        self._numbers, self._mine, self._own_note = numbers, largest, note
+    def __init__(self, numbers: Sequence[Tensor], largest: float):
+        self._numbers, self._mine = numbers, largest
         self.wire = Wire(numbers)
-        self.note: Any = None
         self.done = False
         self.place: Place | None = None
 
@@ -72,7 +63,6 @@ class TreeReduction:
         self.largest = self._mine
         self._got = dict.fromkeys(place.children, 0)
         self._sent = self._down = 0
-        self.note = None
         yield from self._send_ready_chunks()
 
     def add_child(self, child: int, chunk: int, body: Tensor, largest: float) -> Iterator[Output]:
@@ -88,9 +78,7 @@ class TreeReduction:
         self.largest = max(self.largest, largest)
         yield from self._send_ready_chunks()
 
-    def take_result(
-        self, chunk: int, body: Tensor, largest: float, note: Any = None
-    ) -> Iterator[Output]:
+    def take_result(self, chunk: int, body: Tensor, largest: float) -> Iterator[Output]:
         """Store the result of a chunk received from the parent. Yield the chunks to send.
 
         Raises:
@@ -99,7 +87,7 @@ class TreeReduction:
         if self.place is None or chunk != self._down:
             raise ValueError(f"result {chunk} is not expected now")
         self._chunk_view(chunk).copy_(body)
-        self.largest, self.note = largest, note
+        self.largest = largest
         yield from self._send_down(chunk)
 
     @property
@@ -143,8 +131,6 @@ class TreeReduction:
         ):
             chunk, self._sent = self._sent, self._sent + 1
             if self.place.parent is None:
-                if self._own_note and self._sent == len(self.wire.chunks):
-                    self.note = self._own_note()
                 yield from self._send_down(chunk)
             else:
                 yield self._output(self.place.parent, True, chunk)
@@ -157,7 +143,7 @@ class TreeReduction:
         self.done = self._down == len(self.wire.chunks)
 
     def _output(self, to: int, up: bool, chunk: int) -> Output:
-        return Output(to, up, chunk, self.wire.memory(self.result, chunk), self.largest, self.note)
+        return Output(to, up, chunk, self.wire.memory(self.result, chunk), self.largest)
 
     def _chunk_view(self, chunk: int) -> Tensor:
         where = self.wire.chunks[chunk]

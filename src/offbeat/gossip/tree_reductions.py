@@ -1,9 +1,9 @@
-"""Tree reductions of a worker on two channels, with restarts."""
+"""Tree reductions of a worker, one after the other, which restart when members change."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -14,8 +14,6 @@ from offbeat.gossip.protocol import Kind, finite
 from offbeat.gossip.tree_reduction import Output, TreeReduction
 from offbeat.gossip.view import View
 
-# channels: USER for reductions of the training thread, OWN for agreements of gossip
-USER, OWN = 1, 0
 RESULT = -1  # digest of frames with a result, which is valid in any tree
 QUIET_S = 0.05  # seconds without a change of the graph before a restarted reduction sends frames
 AWAY = (
@@ -25,10 +23,9 @@ AWAY = (
 
 
 class TreeReductions:
-    """Sequences of tree reductions. All members begin the same reductions of a channel in the same
-    order.
+    """Sequence of tree reductions. All members begin the same ones in the same order.
 
-    If the view changes, the reductions in progress restart in the new tree. A member that already
+    If the view changes, the reduction in progress restarts in the new tree. A member that already
     has the result sends it instead of taking part again. The result is unique, because a different
     result would need the numbers of all remaining members. A member must not leave by itself before
     all members have the result.
@@ -37,71 +34,49 @@ class TreeReductions:
     with a result counts as failed, and the others compute another result without it. Callers that
     need equal bits compare the results afterwards.
 
-    Members do not wait for a failed worker. If it continues after they have completed USER
-    reductions without it, its error says that it must join the job again.
+    Members do not wait for a failed worker. If it continues after they have completed reductions
+    without it, its error says that it must join the job again.
 
     Attributes:
-        held: completed reductions by channel.
+        held: number of completed reductions.
     """
 
-    def __init__(self, view: View, peers: Peers, held: Mapping[int, int] | None = None):
-        self._view, self._peers = view, peers
-        self._rounds: dict[int, TreeReduction] = {}  # reductions in progress by channel
-        self._callbacks: dict[int, Callable[[TreeReduction], None]] = {}
-        self.held = {USER: 0, OWN: 0, **(held or {})}
-        self._results: dict[int, TreeReduction] = {}  # the last one by channel
+    def __init__(self, view: View, peers: Peers, held: int = 0):
+        self._view, self._peers, self.held = view, peers, held
+        self._now: TreeReduction | None = None
+        self._then: Callable[[TreeReduction], None]
+        self._last: TreeReduction | None = None  # the last one that is complete
         # Frames that wait until the view is unchanged for `QUIET_S`, because changes arrive in
         # bursts.
-        self._postponed: list[tuple[int, int, Output]] = []
+        self._postponed: list[tuple[int, Output]] = []
         self._quiet_at: float | None = None
-        # frames of reductions that this worker has not begun
+        # frames of a reduction that this worker has not begun
         self._early_frames: list[tuple[int, Frame[Kind]]] = []
 
-    def is_under_way(self, channel: int) -> bool:
-        """Return whether a reduction is in progress on a channel."""
-        return channel in self._rounds
-
-    def is_requested(self, channel: int) -> bool:
-        """Return whether a neighbour has begun a reduction that this worker has not."""
-        return any(frame.header.clock % 2 == channel for _, frame in self._early_frames)
-
     def begin(
-        self,
-        channel: int,
-        numbers: Sequence[Tensor],
-        largest: float,
-        then: Callable[[TreeReduction], None],
-        note: Callable[[], Any] | None = None,
+        self, numbers: Sequence[Tensor], largest: float, then: Callable[[TreeReduction], None]
     ) -> None:
         """Begin a reduction.
 
         Args:
-            channel: `USER` or `OWN`.
             numbers: flat tensors on the host to be summed.
             largest: number whose maximum is computed.
             then: callback for the completed reduction.
-            note: callable that returns the note, called on the root.
         """
-        self._rounds[channel] = now = TreeReduction(numbers, largest, note)
-        self._callbacks[channel] = then
-        place = self._view.place()
-        if place is not None:
-            self._send(channel, now.start(place))
+        self._now, self._then = TreeReduction(numbers, largest), then
+        self._start()
         early, self._early_frames = self._early_frames, []
         for peer, frame in early:
             self.on_frame(peer, frame)
-        self._finish_rounds()
+        self._finish()
 
     def restart(self) -> None:
-        """Restart all reductions in progress after a change of the view."""
-        place = self._view.place()
+        """Restart the reduction in progress after a change of the view."""
         self._postponed.clear()
-        self._quiet_at = time.monotonic() + QUIET_S if self._rounds else None
-        for channel, now in self._rounds.items():
-            if place is not None:
-                self._send(channel, now.start(place))
-        self._send_results()
-        self._finish_rounds()
+        self._quiet_at = time.monotonic() + QUIET_S if self._now else None
+        self._start()
+        self._send_result()
+        self._finish()
 
     @property
     def wait_s(self) -> float | None:
@@ -111,29 +86,11 @@ class TreeReductions:
     def send_postponed(self) -> None:
         """Send postponed frames if they are due."""
         if self._quiet_at is not None and time.monotonic() >= self._quiet_at:
-            later, self._postponed, self._quiet_at = self._postponed, [], None
-            for channel, digest, out in later:
-                self._send_frame(channel, self.held[channel], out, digest)
-
-    def take_missed_result(self, frame: Frame[Kind]) -> bool:
-        """Return whether a frame is the result of an OWN reduction without this worker. If so,
-        update the count, and end a reduction that the others have completed earlier.
-        """
-        held, channel = divmod(frame.header.clock, 2)
-        result = frame.header.kind is Kind.DOWN and frame.meta.get("digest") == RESULT
-        if channel != OWN or not result or held < self.held[OWN]:
-            return False
-        if OWN in self._rounds:
-            if held == self.held[OWN]:  # the result of this reduction
-                return False
-            del self._rounds[OWN], self._callbacks[OWN]
-            self._postponed = [waiting for waiting in self._postponed if waiting[0] != OWN]
-        self.held[OWN] = held
-        self._results.pop(OWN, None)  # of an earlier reduction
-        return True
+            self._quiet_at = None
+            self._flush()
 
     def on_count(self, count: Any) -> None:
-        """Process the number of USER reductions that a neighbour has completed.
+        """Process the number of reductions that a neighbour has completed.
 
         Raises:
             WireError: the number is invalid.
@@ -141,108 +98,92 @@ class TreeReductions:
         """
         if type(count) is not int:
             raise WireError(f"held ({count!r}) must be a count")
-        self._require_part(count)
-
-    def _require_part(self, completed: int) -> None:
-        """Raise RuntimeError if a neighbour has completed USER reductions without this worker."""
-        if completed > self.held[USER] + (USER in self._rounds):
+        if count > self.held + (self._now is not None):
             raise RuntimeError(AWAY)
 
-    def on_frame(self, peer: int, frame: Frame[Kind]) -> None:  # noqa: C901
+    def on_frame(self, peer: int, frame: Frame[Kind]) -> None:
         """Process a chunk of a neighbour.
 
         Raises:
             WireError: the chunk is invalid.
             RuntimeError: the others have completed reductions without this worker.
         """
-        held, channel = divmod(frame.header.clock, 2)
-        reduction, digest = self._rounds.get(channel), frame.meta.get("digest")
-        if channel == USER:
-            self._require_part(held + (frame.header.kind is Kind.DOWN))
-        if held < self.held[channel]:
+        number, is_result = frame.header.clock, frame.header.kind is Kind.DOWN
+        self.on_count(number + is_result)
+        if number == self.held + (self._now is not None) and not is_result:
+            self._early_frames.append((peer, frame))
+        if number != self.held or self._now is None or self._now.place is None:
             return
-        if reduction is None or held > self.held[channel]:
-            if frame.header.kind is Kind.UP:
-                self._early_frames.append((peer, frame))
-            return
-        place = reduction.place
-        if place is None:
-            return  # the sender restarts the reduction after the view has changed
-        elsewhere = digest != place.digest
-        if frame.header.kind is Kind.DOWN:
-            if frame.header.shard != reduction.results:
-                return  # a chunk that is known already, or that follows a lost chunk
-            if elsewhere and frame.header.shard == 0:
-                reduction.copy_result()
-        elif elsewhere:
+        elsewhere = frame.meta.get("digest") != self._now.place.digest
+        if elsewhere and not is_result:
             return  # chunk of another tree, whose sender restarts the reduction
-        self._apply_frame(channel, peer, frame)
-        done = reduction.done
-        self._finish_rounds()
+        if is_result and frame.header.shard != self._now.results:
+            return  # a chunk that is known already, or that follows a lost chunk
+        if elsewhere and frame.header.shard == 0:
+            self._now.copy_result()
+        self._apply_frame(self._now, peer, frame)
+        done = self._now.done
+        self._finish()
         if done and elsewhere:  # ancestors in the tree of this worker wait for the result
-            self._send_results()
+            self._send_result()
 
-    def missing_workers(self, channel: int) -> list[int] | None:
+    def missing_workers(self) -> list[int] | None:
         """Return the workers whose numbers or result are missing; None if the graph is
         disconnected.
         """
-        now = self._rounds.get(channel)
-        place = now.place if now is not None else None
-        if now is None or place is None or self._view.place() is None:
+        place = self._now.place if self._now is not None else None
+        if self._now is None or place is None or self._view.place() is None:
             return None
-        behind = now.incomplete_children()
+        behind = self._now.incomplete_children()
         return behind or [worker for worker in [place.parent] if worker is not None]
 
-    def _apply_frame(self, channel: int, peer: int, frame: Frame[Kind]) -> None:
-        reduction = self._rounds[channel]
+    def _start(self) -> None:
+        place = self._view.place()
+        if self._now is not None and place is not None:
+            self._send(self._now, self._now.start(place))
+
+    def _apply_frame(self, now: TreeReduction, peer: int, frame: Frame[Kind]) -> None:
         chunk, largest = frame.header.shard, finite(frame.meta.get("largest"))
         try:
-            body = reduction.as_numbers(chunk, frame.body)
+            body = now.as_numbers(chunk, frame.body)
             if frame.header.kind is Kind.UP:
-                self._send(channel, reduction.add_child(peer, chunk, body, largest))
+                self._send(now, now.add_child(peer, chunk, body, largest))
             else:
-                self._send(
-                    channel, reduction.take_result(chunk, body, largest, frame.meta.get("note"))
-                )
+                self._send(now, now.take_result(chunk, body, largest))
         except ValueError as error:
             raise WireError(str(error)) from None
 
-    def _send(self, channel: int, outs: Iterable[Output]) -> None:
-        reduction = self._rounds[channel]
+    def _send(self, now: TreeReduction, outs: Iterable[Output]) -> None:
         for out in outs:
-            assert reduction.place is not None
+            assert now.place is not None
             if self._quiet_at is None:
-                self._send_frame(channel, self.held[channel], out, reduction.place.digest)
+                self._send_frame(self.held, out, now.place.digest)
             else:
-                self._postponed.append((channel, reduction.place.digest, out))
+                self._postponed.append((now.place.digest, out))
 
-    def _send_postponed_of(self, channel: int) -> None:
-        """Send the postponed frames of a completed reduction, which no restart would send again."""
-        for other, digest, out in self._postponed:
-            if other == channel:
-                self._send_frame(channel, self.held[channel], out, digest)
-        self._postponed = [waiting for waiting in self._postponed if waiting[0] != channel]
+    def _flush(self) -> None:
+        later, self._postponed = self._postponed, []
+        for digest, out in later:
+            self._send_frame(self.held, out, digest)
 
-    def _send_results(self) -> None:
-        for channel, last in self._results.items():
-            for out in last.outputs(self._peers.reachable()):
-                self._send_frame(channel, self.held[channel] - 1, out, RESULT)
+    def _send_result(self) -> None:
+        if self._last is not None:
+            for out in self._last.outputs(self._peers.reachable()):
+                self._send_frame(self.held - 1, out, RESULT)
 
-    def _send_frame(self, channel: int, number: int, out: Output, digest: int) -> None:
+    def _send_frame(self, number: int, out: Output, digest: int) -> None:
         self._peers.send(
             out.to,
             Kind.UP if out.up else Kind.DOWN,
             out.body,
             shard=out.chunk,
-            clock=2 * number + channel,
-            meta={"digest": digest, "largest": out.largest, "note": out.note},
+            clock=number,
+            meta={"digest": digest, "largest": out.largest},
         )
 
-    def _finish_rounds(self) -> None:
-        for channel, now in list(self._rounds.items()):
-            if now.done:
-                self._send_postponed_of(channel)
-                del self._rounds[channel]
-                self._results[channel] = now
-                self.held[channel] += 1
-                self._callbacks[channel](now)
+    def _finish(self) -> None:
+        if self._now is not None and self._now.done:
+            self._flush()  # no restart would send these frames again
+            self._now, self._last = None, self._now
+            self.held += 1
+            self._then(self._last)

@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,6 +32,19 @@ class ServerGoneError(RuntimeError):
     """A server has stopped responding, so the job cannot continue."""
 
     is_peer_error = True
+
+
+@dataclass
+class _Request:
+    """Request to one server. The answer has its shard and clock."""
+
+    up: Upstream
+    kind: Kind
+    answered_by: Kind
+    shard: int = 0
+    clock: int = 0
+    body: memoryview | None = None
+    answer: Any = None
 
 
 class Client(ConnectionLoop[Upstream]):
@@ -85,10 +99,7 @@ class Client(ConnectionLoop[Upstream]):
         self._need = 0
         self._low: float = 0
         self._arrived: int | None = None
-        # Kind of the awaited answer, and a function that repeats the request.
-        self._pending_request: dict[Kind, Callable[[Upstream], None]] = {}
-        self._answer: Any = None
-        self._awaited = (0, 0)  # shard and clock of the awaited answer
+        self._request: _Request | None = None  # whose answer the worker awaits
         self._averages = 0  # so far; the server recognises a repeated request by its number
         self._commands: deque[Callable[[], object]] = deque()
         self._closing = False
@@ -167,33 +178,28 @@ class Client(ConnectionLoop[Upstream]):
         Waits for all workers at the first server.
         """
         self._averages += 1
-        body, number = memory_of(numbers.contiguous()), self._averages
+        body = memory_of(numbers.contiguous())
+        request = _Request(self._ups[0], Kind.MEET, Kind.MET, clock=self._averages, body=body)
+        self._wait(self._ask(request), "all workers to meet")
+        return request.answer
 
-        def send(up: Upstream) -> None:
-            self._send(up, Kind.MEET, body, clock=number)
-
-        return self._request(Kind.MET, self._ups[0], send, "all workers to meet", clock=number)
-
-    def clocks(self) -> dict[int, tuple[int, float]]:
-        """Return by rank the clock of each worker and the seconds since its last frame."""
-        answer = self._request(
-            Kind.CLOCKS, self._ups[0], lambda up: self._send(up, Kind.STATUS), "the clocks"
-        )
-        return {int(rank): (int(clock), silent) for rank, (clock, silent) in answer.items()}
+    def clocks(self, limit_s: float = ANSWERS_S) -> dict[int, tuple[int, float]] | None:
+        """Return by rank the clock of each worker and the seconds since its last frame; None if
+        server 0 does not answer."""
+        request = _Request(self._ups[0], Kind.STATUS, Kind.CLOCKS)
+        if not self._wait_for(self._ask(request), limit_s):
+            return None
+        answer = request.answer.items()
+        return {int(rank): (int(clock), silent) for rank, (clock, silent) in answer}
 
     def state(self) -> list[tuple[int, list[tuple[int, str, Any]]]]:
         """Return (shard number, optimizer state as (piece, name, value)) for each shard."""
         states: list[tuple[int, list[tuple[int, str, Any]]]] = []
         for up in self._ups:
             for shard in up.shards:
-
-                def send(up: Upstream, number: int = shard.number) -> None:
-                    self._send(up, Kind.STATE, shard=number)
-
-                values = self._request(
-                    Kind.STATE_IS, up, send, "the optimizer's state", shard=shard.number
-                )
-                states.append((shard.number, values))
+                request = _Request(up, Kind.STATE, Kind.STATE_IS, shard=shard.number)
+                self._wait(self._ask(request), "the optimizer's state")
+                states.append((shard.number, request.answer))
         return states
 
     @property
@@ -214,14 +220,15 @@ class Client(ConnectionLoop[Upstream]):
         if self._error is not None:
             raise self._error
 
-    def _wait(self, done: Callable[[], bool], what: str, need: int | None = None) -> None:
+    def _wait_for(self, done: Callable[[], bool], limit_s: float) -> bool:
         with self._changed:
-            self._changed.wait_for(
-                lambda: done() or self._error is not None, timeout=self._timeout_s
-            )
+            self._changed.wait_for(lambda: done() or self._error is not None, limit_s)
             self._check()
-            if done():
-                return
+            return done()
+
+    def _wait(self, done: Callable[[], bool], what: str, need: int | None = None) -> None:
+        if self._wait_for(done, self._timeout_s):
+            return
         error = RuntimeError(
             f"waited {self._timeout_s:g} s for {what}: {self._describe_blockers(need)}; see their "
             "logs, or raise timeout_s"
@@ -234,51 +241,24 @@ class Client(ConnectionLoop[Upstream]):
 
         Slow workers are named if server 0 answers a request for clocks, otherwise servers.
         """
-        with self._changed:
-            waiting, self._timeout_s, timeout_s = (
-                set(self._pending_request),
-                ANSWERS_S,
-                self._timeout_s,
-            )
-            owing = self._pending | (self._missing or set())
-        try:
-            if Kind.CLOCKS in waiting:
-                return str(self._ups[0])
-            self._pending_request.clear()
-            clocks = self.clocks()
-        except RuntimeError:
+        owing = self._pending | (self._missing or set())
+        clocks = self.clocks()
+        if clocks is None:
             return f"{self._ups[0]}, which does not answer"
-        finally:
-            self._timeout_s = timeout_s
-        slow = {rank: at for rank, at in clocks.items() if rank != self.me}
-        if need is not None:
-            slow = {rank: at for rank, at in slow.items() if at[0] < need}
-        if slow:
-            words = (
-                f"rank {rank} (clock {clock}, last frame {silent:g} s ago)"
-                for rank, (clock, silent) in sorted(slow.items())
-            )
-            return ", ".join(words)
+        slow = [
+            f"rank {rank} (clock {clock}, last frame {silent:g} s ago)"
+            for rank, (clock, silent) in sorted(clocks.items())
+            if rank != self.me and (need is None or clock < need)
+        ]
         behind = [up for up in self._ups if owing & {shard.number for shard in up.shards}]
-        return ", ".join(map(str, behind or self._ups))
+        return ", ".join(slow or map(str, behind or self._ups))
 
-    def _request(
-        self,
-        kind: Kind,
-        up: Upstream,
-        send: Callable[[Upstream], None],
-        what: str,
-        *,
-        shard: int = 0,
-        clock: int = 0,
-    ) -> Any:
-        """Send a request to one server and return its answer, which has this shard and clock."""
+    def _ask(self, request: _Request) -> Callable[[], bool]:
+        """Send a request. Return whether its answer has arrived, as a function."""
         with self._changed:
-            self._answer, self._awaited = None, (shard, clock)
-            self._pending_request = {kind: lambda other: send(other) if other is up else None}
-        self._run_in_thread(lambda: send(up))
-        self._wait(lambda: not self._pending_request, what)
-        return self._answer
+            self._request = request
+        self._run_in_thread(lambda: self._send_request(request))
+        return lambda: self._request is None
 
     def _run_in_thread(self, command: Callable[[], object]) -> None:
         self._check()
@@ -338,6 +318,9 @@ class Client(ConnectionLoop[Upstream]):
     def _send_pull(self, up: Upstream) -> None:
         self._send(up, Kind.PULL, clock=self._need)
 
+    def _send_request(self, one: _Request) -> None:
+        self._send(one.up, one.kind, one.body, shard=one.shard, clock=one.clock)
+
     def _send_bye(self) -> None:
         self._closing = True
         for up in self._ups:
@@ -384,16 +367,16 @@ class Client(ConnectionLoop[Upstream]):
             elif header.kind is Kind.REFUSED:
                 raise RefusedError(f"{peer} refuses this rank: {frame.meta.get('why')}")
             elif self._is_awaited(header):
-                self._answer = _answer(frame)
-                self._pending_request = {}
+                assert self._request is not None
+                self._request.answer, self._request = _answer(frame), None
             else:
                 return  # the wait for this answer has ended
             self._changed.notify_all()
 
     def _is_awaited(self, header: Header) -> bool:
-        return (
-            header.kind in self._pending_request and (header.shard, header.clock) == self._awaited
-        )
+        one = self._request
+        about = header.kind, header.shard, header.clock
+        return one is not None and about == (one.answered_by, one.shard, one.clock)
 
     # ---- reconnection -----------------------------------------------------------------------
 
@@ -422,8 +405,8 @@ class Client(ConnectionLoop[Upstream]):
         if self._missing is not None and self._missing & shard_numbers:
             self._missing |= shard_numbers  # the server will send all its shards again
             self._send_pull(up)
-        for send in list(self._pending_request.values()):
-            send(up)
+        if self._request is not None and self._request.up is up:
+            self._send_request(self._request)
 
     def _connect_in_thread(self, up: Upstream, clock: int) -> tuple[int, dict[int, int]]:
         """Connect to a server in a thread.

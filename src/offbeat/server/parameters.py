@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from offbeat.core.buckets.coupling import trial_copy
+from offbeat.server.clocks import Clocks
 from offbeat.server.layout import Layout, ShardSpec, in_order_of
 from offbeat.server.optimizers import Settings, apply_settings, piece_state
 
@@ -50,10 +51,9 @@ class Shard:
         rule: Rule,
     ):
         self.spec, self.parameters = spec, parameters
-        self.clocks = dict.fromkeys(workers, 0)
-        self.next_clocks: dict[int, int] = {}  # clocks, also of workers that have left
+        self.clocks = Clocks(workers)
         self._rule: Rule = rule
-        self._workers = len(self.clocks)
+        self._workers = len(self.clocks.present)
         self._open: dict[int, ClockSum] = {}
         self._places = [slice(p.at, p.at + p.stop - p.start) for p in spec.pieces]
         self.pieces = [nn.Parameter(parameters[place]) for place in self._places]
@@ -73,26 +73,20 @@ class Shard:
                     state, originals[piece.parameter], piece
                 )
 
-    @property
-    def lowest_clock(self) -> float:
-        """Lowest clock of all workers; infinite without workers."""
-        return min(self.clocks.values(), default=math.inf)
-
     def join(self, rank: int, clock: int) -> None:
         """Add a worker with this clock. The clock of a known worker never decreases."""
-        self.clocks[rank] = max(clock, self.clocks.get(rank, 0))
+        self.clocks.join(rank, clock)
         self._apply_complete_clocks()
 
     def leave(self, rank: int) -> None:
         """Remove a worker. Its pushed gradients still count."""
-        if self.clocks.pop(rank, None) is not None:
+        if self.clocks.leave(rank):
             self._apply_complete_clocks()
 
     def skip(self, rank: int, clock: int) -> bool:
         """Pass a clock without gradient. Return False if the worker's clock is greater already."""
-        if clock < self.clocks[rank]:
+        if not self.clocks.advance(rank, clock):
             return False
-        self._advance_clock(rank, clock)
         self._apply_complete_clocks()
         return True
 
@@ -109,20 +103,16 @@ class Shard:
         Returns False, without effect, if the worker's clock is greater already. `absent` lists the
         numbers of the parameters without gradient.
         """
-        if clock < self.clocks[rank]:
+        if not self.clocks.advance(rank, clock):
             return False
         missing = [int(piece.parameter in absent) for piece in self.spec.pieces]
         pushed = ClockSum(gradient, 1, missing, rank, settings)
-        self._advance_clock(rank, clock)
         if self._rule == "push":
             self._step(pushed, 1 / self._workers)
         else:
             self._add_to_clock(clock, pushed)
             self._apply_complete_clocks()
         return True
-
-    def _advance_clock(self, rank: int, clock: int) -> None:
-        self.clocks[rank] = self.next_clocks[rank] = clock + 1
 
     def _add_to_clock(self, clock: int, pushed: ClockSum) -> None:
         total = self._open.setdefault(clock, pushed)
@@ -136,7 +126,7 @@ class Shard:
 
     def _apply_complete_clocks(self) -> None:
         """Step once for each collected clock below every worker's clock, in ascending order."""
-        for clock in sorted(clock for clock in self._open if clock < self.lowest_clock):
+        for clock in sorted(clock for clock in self._open if clock < self.clocks.lowest):
             done = self._open.pop(clock)
             done.gradient /= done.count
             self._step(done, 1.0)
@@ -179,17 +169,20 @@ class Store:
 
     def clocks(self) -> dict[int, int]:
         """Return the clock of each worker, by rank."""
-        each = [shard.clocks for shard in self.shards.values()]
+        each = [shard.clocks.present for shard in self.shards.values()]
         return {rank: min(clocks[rank] for clocks in each) for rank in each[0]}
 
     @property
     def lowest_clock(self) -> float:
         """Lowest clock of all workers; infinite without workers."""
-        return min(shard.lowest_clock for shard in self.shards.values())
+        return min(shard.clocks.lowest for shard in self.shards.values())
 
     def next_clocks(self, rank: int) -> dict[int, int]:
         """Return by shard number the clock after the worker's last push or skip."""
-        return {number: shard.next_clocks.get(rank, 0) for number, shard in self.shards.items()}
+        return {
+            number: shard.clocks.after_last_push.get(rank, 0)
+            for number, shard in self.shards.items()
+        }
 
     def welcome(self, rank: int, clock: int, fresh: bool) -> int:
         """Return the clock of the next push of a worker that reports `clock`.
@@ -213,22 +206,15 @@ class Store:
         for shard in self.shards.values():
             shard.leave(rank)
 
-    def snapshot(self) -> dict[str, Any]:
-        """Return parameters and optimizer state of all shards, for a file."""
+    def snapshot(self) -> dict[int, tuple[Tensor, dict[str, Any]]]:
+        """Return parameters and optimizer state of all shards, by number."""
         return {
-            "layout": self.layout.digest,
-            "server": self.server,
-            "shards": {
-                number: {
-                    "parameters": shard.parameters,
-                    "optimizer": shard.optimizer.state_dict(),
-                }
-                for number, shard in self.shards.items()
-            },
+            n: (shard.parameters, shard.optimizer.state_dict()) for n, shard in self.shards.items()
         }
 
-    def restore(self, saved: dict[str, Any]) -> None:
+    def restore(self, saved: dict[int, tuple[Tensor, dict[str, Any]]]) -> None:
         """Load the result of `snapshot`. Clocks are not restored: they begin at 0."""
         for number, shard in self.shards.items():
-            shard.parameters.copy_(saved["shards"][number]["parameters"])
-            shard.optimizer.load_state_dict(saved["shards"][number]["optimizer"])
+            parameters, optimizer = saved[number]
+            shard.parameters.copy_(parameters)
+            shard.optimizer.load_state_dict(optimizer)

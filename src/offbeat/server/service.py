@@ -206,7 +206,10 @@ class Service(ConnectionLoop[_Peer]):
         """Return the shard of a push, with the clock of its worker: another server may have removed
         the worker meanwhile, and have given it a later clock."""
         shard, header = self.store.shards[frame.header.shard], frame.header
-        if header.kind in (Kind.PUSH, Kind.SKIP) and header.clock > shard.clocks[header.rank]:
+        if (
+            header.kind in (Kind.PUSH, Kind.SKIP)
+            and header.clock > shard.clocks.present[header.rank]
+        ):
             shard.join(header.rank, header.clock)
         return shard
 

@@ -1,19 +1,16 @@
-"""Discrete-event simulation of workers with parameter servers.
+"""Simulation of workers with parameter servers, on the clocks of real servers.
 
 All servers are alike and hold equal shares of the parameters, so the simulation has one of them.
-The flow of each worker to this server has the server's share of the worker's bytes and rate. All
-pushes share the server's incoming rate and all pulls its outgoing rate (incast). Flows that began
+The stream of each worker to this server has the server's share of the worker's bytes and rate. All
+pushes share the server's incoming rate and all pulls its outgoing rate (incast). Streams that began
 earlier have slightly larger shares. A push is limited by the rate at which its worker sends, a pull
 by the rate at which it receives.
 """
 
 from __future__ import annotations
 
-import heapq
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
 from statistics import fmean
 from typing import TYPE_CHECKING
 
@@ -21,10 +18,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offbeat.core.profile import Profile
+from offbeat.core.sim.kernel import Inbox, Kernel, Port, Process, Stream
 from offbeat.core.sim.prediction import RANDOM_ITERATIONS, Conditions, Prediction
 from offbeat.core.sim.ranks import Ranks
 from offbeat.core.sim.simulation import LEAST_ITERATIONS, MAX_RANKS
 from offbeat.core.sim.trace import COMPUTE, Span, Trace
+from offbeat.server.clocks import Clocks
 from offbeat.sessions.separate_workers import Server, compute_seconds, server_of
 
 if TYPE_CHECKING:
@@ -33,92 +32,7 @@ if TYPE_CHECKING:
 CLOCKS = 200  # simulated clocks if compute times have no jitter
 REPLAYS = 8  # most simulations of the iterations that a job has run, whose mean is predicted
 LEAST_JITTER = 0.01  # relative standard deviation of compute
-LEAST_RATE = 1e-300  # bytes per second; avoids a division by 0
-LEAST_WEIGHT = 1e-6  # of a flow, relative to the flow that began first
-
-
-class Pipe:
-    """Flows of bytes, at most one per worker, with weighted max-min fair rates.
-
-    A flow is limited by its worker's entry in `caps`, their sum by `capacity` (bytes/s). In the
-    order in which the present flows began, each has `later_share` times the weight of the previous
-    one.
-    """
-
-    def __init__(self, caps: Sequence[float], capacity: float, later_share: float = 1.0):
-        self._caps, self._capacity, self._later_share = caps, capacity, later_share
-        self._left: dict[int, float] = {}  # bytes by worker with a flow, in order of their begin
-        self._rates: dict[int, float] = {}
-        self._next: tuple[float, int] = (math.inf, -1)
-        self._now_s = 0.0
-        self.busy_s = 0.0
-
-    def start(self, worker: int, size_bytes: float, now_s: float) -> None:
-        """Start a flow of `size_bytes` for a worker without a flow."""
-        self._advance(now_s)
-        self._left[worker] = size_bytes
-        self._share()
-
-    def end(self, worker: int, now_s: float) -> None:
-        """End a worker's flow at the time that `next_end` has returned."""
-        self._advance(now_s)
-        del self._left[worker]
-        self._share()
-
-    def next_end(self) -> tuple[float, int]:
-        """Return the end of the next flow in seconds and its worker; (inf, -1) without flows."""
-        return self._next
-
-    def _advance(self, now_s: float) -> None:
-        elapsed_s, self._now_s = now_s - self._now_s, now_s
-        if self._left:
-            for worker, rate in self._rates.items():
-                self._left[worker] -= rate * elapsed_s
-            self.busy_s += elapsed_s
-
-    def _share(self) -> None:
-        """Set the rates that hold from now on, and the end of the next flow."""
-        weights = [max(self._later_share**n, LEAST_WEIGHT) for n in range(len(self._left))]
-        shares = fair_shares([self._caps[worker] for worker in self._left], weights, self._capacity)
-        self._rates = dict(zip(self._left, shares, strict=True))
-        ends_s = (
-            (self._left[worker] / max(rate, LEAST_RATE), worker)
-            for worker, rate in self._rates.items()
-        )
-        left_s, worker = min(ends_s, default=(math.inf, -1))
-        self._next = self._now_s + max(left_s, 0.0), worker
-
-
-def fair_shares(caps: Sequence[float], weights: Sequence[float], capacity: float) -> list[float]:
-    """Return the weighted max-min fair rates of flows: in proportion to the weights, none above its
-    cap."""
-    total = sum(weights)
-    if all(w * capacity <= cap * total for cap, w in zip(caps, weights, strict=True)):
-        return [capacity * w / total for w in weights]
-    order = sorted(range(len(caps)), key=lambda n: caps[n] / weights[n])
-    rates, left = [0.0] * len(caps), capacity
-    totals = list(accumulate(weights[n] for n in reversed(order)))  # of the last flows in `order`
-    for n, total in zip(order, reversed(totals), strict=True):
-        rates[n] = min(caps[n], left * weights[n] / total)
-        left -= rates[n]
-    return rates
-
-
-@dataclass(slots=True)
-class WorkerState:
-    """State of a worker. Its clock is the number of its next push."""
-
-    clock: int = 0
-    low: int = 0  # its parameters include all pushes of lower clocks
-    pulling: int | None = None  # smallest version that answers the pull under way
-    parked: bool = False  # the pull waits on the server for that version
-    answered: int = 0  # version in the server's answer
-    arrived: int | None = None  # version that has arrived and is not in use yet
-    pushing: bool = False  # a push is under way
-    pull_follows: bool = False  # request the pull when the push has arrived
-    ready: bool = False  # has computed its gradients, and waits for the previous push
-    waiting: bool = False  # waits for parameters
-    taken: int = 0  # its pushes that have arrived at the server
+PUSH, PULL = range(2)  # kinds of messages to the server
 
 
 @dataclass
@@ -140,169 +54,134 @@ class Timeline:
         return max(ends[-1] for ends in self.ends_s)
 
 
-def run_served(
-    server: Server, compute_s: NDArray[np.float64], s: int, *, each_push: bool = False
-) -> Timeline:
-    """Simulate workers with compute times `compute_s` [clocks, workers] and staleness bound `s`.
+@dataclass
+class _Worker:
+    """Client of a worker: its inbox, and its push and pull under way."""
 
-    With `each_push` the server steps at each push, otherwise once per clock.
-    """
-    return ServedJob(server, compute_s, s, each_push).run()
+    inbox: Inbox
+    low: int = 0  # its parameters include all pushes of lower clocks
+    pushing: bool = False  # the server has not acknowledged the push
+    pulling: bool = False  # a pull is under way, or has arrived and is not in use
+    arrived: int | None = None  # clock of the parameters that have arrived
+
+    def receive(self, clock: int | None) -> None:
+        """Receive parameters of a clock, or the acknowledgement of the push (None)."""
+        if clock is None:
+            self.pushing = False
+        else:
+            self.arrived = clock
 
 
 class ServedJob:
-    """Event queue, pipes and worker states of one simulation."""
+    """Workers and a server as processes, with the messages of `Client` and `Service`.
+
+    Args:
+        server: the server's share of the job.
+        compute_s: compute seconds, [clocks, workers].
+        s: staleness bound.
+        each_push: whether the server steps at each push, otherwise once per clock.
+    """
 
     def __init__(
-        self, server: Server, compute_s: NDArray[np.float64], s: int, each_push: bool
+        self, server: Server, compute_s: NDArray[np.float64], s: int, *, each_push: bool = False
     ) -> None:
+        self.kernel = kernel = Kernel()
         self._server, self._compute_s = server, compute_s
         self._s, self._each_push = s, each_push
-        self._clocks, workers = compute_s.shape
-        self._workers = [WorkerState() for _ in range(workers)]
-        self._inwards = Pipe(server.caps, server.rate, server.later_share)
+        self._clocks, self.workers = compute_s.shape
+        self.clocks = Clocks(range(self.workers))
+        self._inbox = Inbox(kernel)
+        self._workers = [_Worker(Inbox(kernel)) for _ in range(self.workers)]
         sends = server.rate if server.send_rate is None else server.send_rate
-        self._outwards = Pipe(server.receive_caps or server.caps, sends, server.later_share)
-        self._events: list[tuple[float, int, str, int]] = []
-        self._count = 0
-        self._cpu_free_s = 0.0
-        self._version = 0
-        self.timeline = Timeline(
-            _empty_lists(workers), _empty_lists(workers), _empty_lists(workers)
-        )
+        inwards, outwards = (Port(kernel, r, server.later_share) for r in (server.rate, sends))
+        delay_s = server.latency_s
+        self._to_server = [Stream(inwards, self._inbox.put, delay_s, cap) for cap in server.caps]
+        self._to_workers = [
+            Stream(outwards, worker.inbox.put, delay_s, cap)
+            for worker, cap in zip(self._workers, server.receive_caps or server.caps, strict=True)
+        ]
+        begins_s, computed_s, ends_s = ([[] for _ in range(self.workers)] for _ in range(3))
+        self.timeline = Timeline(begins_s, computed_s, ends_s)
 
     def run(self) -> Timeline:
-        for n in range(len(self._workers)):
-            self._begin(n, 0.0)
-        while True:
-            event_s = self._events[0][0] if self._events else math.inf
-            in_s, pusher = self._inwards.next_end()
-            out_s, puller = self._outwards.next_end()
-            now_s = min(event_s, in_s, out_s)
-            if math.isinf(now_s):
-                return self.timeline
-            if now_s == event_s:
-                _, _, what, n = heapq.heappop(self._events)
-                getattr(self, f"_{what}")(n, now_s)
-            elif now_s == in_s:
-                self._inwards.end(pusher, now_s)
-                self._schedule_event(now_s + self._server.latency_s, "receive_push", pusher)
-            else:
-                self._outwards.end(puller, now_s)
-                self._schedule_event(now_s + self._server.latency_s, "receive_parameters", puller)
+        """Simulate all clocks."""
+        for n in range(self.workers):
+            self.kernel.spawn(self._work(n))
+        self.kernel.spawn(self._serve())
+        self.kernel.run()
+        return self.timeline
 
-    def _schedule_event(self, at_s: float, what: str, n: int) -> None:
-        self._count += 1
-        heapq.heappush(self._events, (at_s, self._count, what, n))
+    # ---- what happens; a subclass may do it on tensors --------------------------------------
 
-    # ---- a worker ---------------------------------------------------------------------------
+    def begin(self, n: int, clock: int, low: int) -> None:
+        """Worker `n` begins a clock with parameters that include all pushes of clocks < `low`."""
+        self.timeline.staleness.append(clock - low)
+        self.timeline.begins_s[n].append(self.kernel.now)
 
-    def _begin(self, n: int, now_s: float) -> None:
-        """Begin to compute the next clock, or wait for parameters that are new enough."""
-        worker = self._workers[n]
-        if worker.clock == self._clocks:
-            return
-        self._load_arrived(n)
-        if worker.pulling is None:
-            self._pull(n, now_s)
-        self._compute_if_new_enough(n, now_s)
+    def load(self, n: int) -> None:
+        """Worker `n` loads the parameters that it has pulled."""
 
-    def _compute_if_new_enough(self, n: int, now_s: float) -> None:
-        worker = self._workers[n]
-        worker.waiting = worker.low < worker.clock - self._s
-        if not worker.waiting:
-            self._compute(n, now_s, worker.clock - worker.low)
+    def apply(self, n: int, clock: int) -> None:
+        """The server takes a push of worker `n`."""
+        self.clocks.advance(n, clock)
 
-    def _compute(self, n: int, now_s: float, staleness: int) -> None:
-        worker = self._workers[n]
-        worker.waiting = False
-        self.timeline.staleness.append(staleness)
-        self.timeline.begins_s[n].append(now_s)
-        self._schedule_event(now_s + float(self._compute_s[worker.clock, n]), "end_compute", n)
+    def answer(self, n: int) -> None:
+        """The server copies the parameters for worker `n`."""
 
-    def _load_arrived(self, n: int) -> None:
+    # ---- processes --------------------------------------------------------------------------
+
+    def _work(self, n: int) -> Process:
+        """Pull, compute and push each clock, as `SSPSession` does."""
+        worker, times = self._workers[n], self.timeline
+        self._pull(n, 0)
+        for clock in range(self._clocks):
+            self._load(n)
+            while worker.low < clock - self._s:
+                if not worker.pulling:
+                    self._pull(n, clock - self._s)
+                worker.receive((yield worker.inbox))
+                self._load(n)
+            self.begin(n, clock, worker.low)
+            yield float(self._compute_s[clock, n])
+            times.computed_s[n].append(self.kernel.now)
+            for answer in worker.inbox.take_all():
+                worker.receive(answer)
+            while worker.pushing:
+                worker.receive((yield worker.inbox))
+            times.ends_s[n].append(self.kernel.now)
+            worker.pushing = True
+            self._to_server[n].send(self._server.size_bytes, (n, PUSH, clock))
+            self._load(n)
+            if not worker.pulling:
+                self._pull(n, max(clock + 1 - self._s, 0))
+
+    def _pull(self, n: int, need: int) -> None:
+        self._workers[n].pulling = True
+        self._to_server[n].send(0, (n, PULL, need))
+
+    def _load(self, n: int) -> None:
         worker = self._workers[n]
         if worker.arrived is not None:
-            worker.low, worker.arrived = max(worker.low, worker.arrived), None
+            self.load(n)
+            worker.low = max(worker.low, worker.arrived)
+            worker.pulling, worker.arrived = False, None
 
-    def _pull(self, n: int, now_s: float) -> None:
-        """Request parameters. The server receives the request after the push under way."""
-        worker = self._workers[n]
-        worker.pulling = max(worker.clock - self._s, 0)
-        worker.pull_follows = worker.pushing
-        if not worker.pushing:
-            self._schedule_event(now_s + self._server.latency_s, "receive_pull", n)
-
-    def _end_compute(self, n: int, now_s: float) -> None:
-        self.timeline.computed_s[n].append(now_s)
-        worker = self._workers[n]
-        if worker.pushing:
-            worker.ready = True
-        else:
-            self._push(n, now_s)
-
-    def _push(self, n: int, now_s: float) -> None:
-        worker = self._workers[n]
-        worker.ready, worker.pushing = False, True
-        worker.clock += 1
-        self.timeline.ends_s[n].append(now_s)
-        self._inwards.start(n, self._server.size_bytes, now_s)
-        self._begin(n, now_s)
-
-    def _receive_parameters(self, n: int, now_s: float) -> None:
-        """Parameters arrive at a worker, which uses them from the start of its next clock."""
-        worker = self._workers[n]
-        worker.pulling, worker.arrived = None, worker.answered
-        if worker.waiting:
-            self._resume(n, now_s)
-
-    def _resume(self, n: int, now_s: float) -> None:
-        """Load the parameters that a worker has waited for. It pulls again only if they are too
-        old: other pulls begin with a clock."""
-        self._load_arrived(n)
-        self._compute_if_new_enough(n, now_s)
-        if self._workers[n].waiting:
-            self._pull(n, now_s)
-
-    # ---- the server -------------------------------------------------------------------------
-
-    def _receive_push(self, n: int, now_s: float) -> None:
-        """A push arrives at the server."""
-        worker = self._workers[n]
-        worker.pushing = False
-        worker.taken += 1
-        if self._each_push or min(w.taken for w in self._workers) > self._version:
-            self._cpu_free_s = max(self._cpu_free_s, now_s) + self._server.apply_s
-            self._schedule_event(self._cpu_free_s, "end_apply", 0)
-        if worker.pull_follows:
-            worker.pull_follows = False
-            self._schedule_event(now_s, "receive_pull", n)
-        if worker.ready:
-            self._push(n, now_s)
-
-    def _end_apply(self, n: int, now_s: float) -> None:
-        low = min(worker.taken for worker in self._workers)
-        if low > self._version:
-            self._version = low
-            for other, worker in enumerate(self._workers):
-                if worker.parked:
-                    self._answer(other, now_s)
-
-    def _receive_pull(self, n: int, now_s: float) -> None:
-        self._workers[n].parked = True
-        self._answer(n, now_s)
-
-    def _answer(self, n: int, now_s: float) -> None:
-        worker = self._workers[n]
-        assert worker.pulling is not None
-        if self._version >= worker.pulling:
-            worker.parked = False
-            worker.answered = self._version
-            self._outwards.start(n, self._server.size_bytes, now_s)
-
-
-def _empty_lists(workers: int) -> list[list[float]]:
-    return [[] for _ in range(workers)]
+    def _serve(self) -> Process:
+        """Handle one message after the other, as `Service` does; a step takes time."""
+        needs: dict[int, int] = {}  # by worker: lowest clock that answers its pull
+        while True:
+            n, kind, clock = yield self._inbox
+            if kind == PULL:
+                needs[n] = clock
+            else:
+                before = self.clocks.lowest
+                self.apply(n, clock)
+                yield self._server.apply_s * (self._each_push or self.clocks.lowest - before)
+                self._to_workers[n].send(0, None)
+            for puller in sorted(n for n, need in needs.items() if need <= self.clocks.lowest):
+                del needs[puller]
+                self.answer(puller)
+                self._to_workers[puller].send(self._server.size_bytes, int(self.clocks.lowest))
 
 
 # ---- from a profile -------------------------------------------------------------------------
@@ -367,8 +246,8 @@ def simulate_served(
         ranks = replace(ranks, jitter=LEAST_JITTER)
     compute_s = compute_seconds(profile, ranks, clocks * strategy.accumulate, seed)
     per_clock_s = compute_s.reshape(clocks, strategy.accumulate, -1).sum(axis=1)
-    timeline = run_served(server, per_clock_s, strategy.s, each_push=strategy.apply == "push")
-    return timeline, per_clock_s
+    job = ServedJob(server, per_clock_s, strategy.s, each_push=strategy.apply == "push")
+    return job.run(), per_clock_s
 
 
 def _prediction(

@@ -247,7 +247,7 @@ def test_connections_that_break_do_not_move_the_mean(codec: Codec) -> None:
             until(lambda c=counts: all(w.count() > n + 3 for w, n in zip(workers, c, strict=True)))
             cut(workers[round % 3])
         last = [one.bytes for one in workers[0].gossip.counts.last]
-        assert set(last) == {workers[0].gossip._exchanges.wire.bytes, 8 * SIZE}
+        assert set(last) == {workers[0].gossip._exchanging.exchanges.wire.bytes, 8 * SIZE}
         assert together([worker.consolidate for worker in workers]) == [None] * 3
         assert torch.equal(x[0], x[1])
         assert torch.equal(x[0], x[2])
@@ -261,12 +261,16 @@ def test_who_dies_takes_its_anchors_along_and_who_comes_begins_with_everything()
         warm(workers)
         until(lambda: all(worker.count() > 3 for worker in workers))
         dying = workers.pop().gossip
-        dying._on_chunk = lambda *_: setattr(dying, "_ended", True)  # in the middle of an exchange
+        dying._exchanging.on_chunk = lambda *_: setattr(
+            dying, "_ended", True
+        )  # in the middle of an exchange
         dying._thread.join()
         until(lambda: all(worker.gossip.view.dead_workers() == [2] for worker in workers))
         # The one under way, and one whose last confirmation the other end has not yet read.
         assert sum(worker.gossip.counts.broken for worker in workers) in (1, 2)
-        assert [worker.gossip._exchanges.anchor_number(2) for worker in workers] == [NEVER] * 2
+        assert [worker.gossip._exchanging.exchanges.anchor_number(2) for worker in workers] == [
+            NEVER
+        ] * 2
         new = come(workers, x[2], worker=2, chunk_bytes=2048, codec=Int4(), silent_s=1.0)
         until(lambda: new.count() > 5)
         sizes = [one.bytes for one in new.gossip.counts.last]
@@ -281,7 +285,7 @@ def test_anchors_of_a_worker_that_leaves_are_freed() -> None:
     _, made = gossip(Int8(), 3)
     with made as workers:
         warm(workers)
-        exchanges = workers[0].gossip._exchanges
+        exchanges = workers[0].gossip._exchanging.exchanges
         until(lambda: exchanges.anchor_number(2) != NEVER)
         assert together([worker.gossip.pause for worker in workers]) == [None] * 3
         assert exchanges.anchor_number(2) != NEVER

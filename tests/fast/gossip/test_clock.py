@@ -25,12 +25,12 @@ def test_labels_are_the_same_line_everywhere() -> None:
     now = 0.0
     one, other = Clock(0.0, lambda: now), Clock(50.0, lambda: now - 50.0)
     now = 10.0
-    one.set_unit(0.5, 10.0)
+    one.follow(one.line.with_unit(0.5, 10.0))
     now = 12.0
-    other.set_unit(0.5, 10.0)
+    other.follow(other.line.with_unit(0.5, 10.0))
     assert one.now() == other.now() == 4.0
-    one.set_unit(2.0, 12.0)
+    one.follow(one.line.with_unit(2.0, 12.0))
     now = 16.0
-    other.set_unit(2.0, 12.0)
+    other.follow(other.line.with_unit(2.0, 12.0))
     assert one.now() == other.now() == 6.0
     assert one.seconds_until(7.0) == 2.0

@@ -6,7 +6,6 @@ import random
 from collections import deque
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ from offbeat.frames.frames import WireError
 from offbeat.gossip.chunks import CHUNK_BYTES
 from offbeat.gossip.protocol import Kind
 from offbeat.gossip.tree_reduction import Output, TreeReduction
-from offbeat.gossip.tree_reductions import OWN, RESULT, TreeReductions
 from offbeat.gossip.view import State, View
 from offbeat.gossip.worker import Gossip
 
@@ -112,42 +110,6 @@ def test_numbers_of_another_size_or_out_of_order_are_refused() -> None:
     with pytest.raises(ValueError, match="chunk 1 of 1 is not expected"):
         list(meeting.add_child(1, 1, torch.zeros(7), 0.0))
     assert meeting.incomplete_children() == [1]
-
-
-@pytest.mark.parametrize(
-    ("number", "kind", "digest", "taken"),
-    [
-        (2, Kind.DOWN, RESULT, False),  # this worker has it
-        (3, Kind.DOWN, RESULT, True),
-        (5, Kind.DOWN, RESULT, True),  # it was absent from several ones
-        (3, Kind.UP, RESULT, False),
-        (3, Kind.DOWN, 7, False),
-    ],
-)
-def test_the_result_of_an_agreement_without_this_worker_counts(
-    number: int, kind: Kind, digest: int, taken: bool
-) -> None:
-    """It has completed three, and has not begun the next one."""
-    reductions = TreeReductions(View(0, [(0, 1)]), Mock(), {OWN: 3})
-    frame: Any = SimpleNamespace(
-        header=SimpleNamespace(clock=2 * number + OWN, kind=kind), meta={"digest": digest}
-    )
-    assert reductions.take_missed_result(frame) is taken
-    assert reductions.held[OWN] == (number if taken else 3)
-
-
-@pytest.mark.parametrize(("number", "taken"), [(2, False), (3, False), (4, True)])
-def test_an_agreement_that_the_others_have_completed_ends(number: int, taken: bool) -> None:
-    """It was begun after a pause, and would wait for ever. The result of the same one completes
-    it."""
-    reductions = TreeReductions(View(0, [(0, 1)]), Mock(), {OWN: 3})
-    reductions.begin(OWN, [torch.zeros(1)], 0.0, Mock())
-    frame: Any = SimpleNamespace(
-        header=SimpleNamespace(clock=2 * number + OWN, kind=Kind.DOWN), meta={"digest": RESULT}
-    )
-    assert reductions.take_missed_result(frame) is taken
-    assert reductions.is_under_way(OWN) is not taken
-    assert reductions.held[OWN] == (4 if taken else 3)
 
 
 @pytest.mark.parametrize("kind", [Kind.UP, Kind.DOWN])

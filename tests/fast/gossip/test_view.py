@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import itertools
 import random
-from types import SimpleNamespace
 
 import pytest
 
+from offbeat.gossip.partitions import remaining_part
 from offbeat.gossip.view import Known, State, View
-from offbeat.gossip.worker import Gossip
 
 ALL = [(i, j) for j in range(5) for i in range(j)]
 RING = [(0, 1), (1, 2), (2, 3), (0, 3)]
@@ -169,15 +168,13 @@ def test_only_lost_workers_are_a_warning(worst: State, warns: bool) -> None:
     """Workers 0, 3 and 5 of a ring of eight end before the others, which are then in two parts. In
     a healthy job all three have left; else 0 and 3 have died."""
     ring = [(i, i + 1) for i in range(7)] + [(0, 7)]
-    gossip = Gossip.__new__(Gossip)
-    gossip.me, gossip.view, gossip._notices = 2, View(2, ring), []
-    gossip._settings = SimpleNamespace(on_partition="raise")  # type: ignore[assignment]
-    gossip._publish_edges = lambda _: None  # type: ignore[method-assign]
+    view = View(2, ring)
     for edge in [(0, 1), (0, 7), (2, 3), (3, 4)]:
-        gossip.view.merge([(*edge, 1, int(worst), 0.0)])
+        view.merge([(*edge, 1, int(worst), 0.0)])
     for edge in [(4, 5), (5, 6)]:
-        gossip.view.merge([(*edge, 1, int(State.LEFT), 0.0)])
-    assert gossip.view.parts() == [[1, 2], [6, 7]]
-    gossip._require_one_part()
-    assert bool(gossip._notices) == warns
-    assert gossip.view.parts() == [[1, 2]]  # no longer waits for the others
+        view.merge([(*edge, 1, int(State.LEFT), 0.0)])
+    assert view.parts() == [[1, 2], [6, 7]]
+    part, notice = remaining_part(view, "raise")
+    assert (part, bool(notice)) == ([1, 2], warns)
+    view.cut_off(part)
+    assert view.parts() == [[1, 2]]  # no longer waits for the others

@@ -36,7 +36,7 @@ def in_one_matrix(timeline, c, x):
     return (exponential(flow * (timeline.end_s - now_s) / timeline.unit_s) @ state)[:n]
 
 
-@pytest.mark.parametrize("network", [None, Network(delay_s=0.4)])
+@pytest.mark.parametrize("network", [None, Network(delay_s=0.1)])
 def test_equals_one_matrix_per_event(network):
     rates, c = ring(5, 2.0)
     timeline = simulate(rates, Workers([1.0, 1.5, 1.0, 0.5, 1.0]), network, units=12, seed=2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import numpy as np
@@ -10,11 +9,15 @@ import pytest
 
 from offbeat import SSP, Profile
 from offbeat.profile import Bucket, Link
-from offbeat.server.simulation import REPLAYS, Pipe, fair_shares, run_served
+from offbeat.server.simulation import REPLAYS, ServedJob, Timeline
 from offbeat.sessions.separate_workers import Server, compute_seconds, server_of
 from offbeat.sim import Ranks, predict
 
 CLOCKS = 60
+
+
+def run_served(server: Server, compute_s: np.ndarray, s: int, **options: bool) -> Timeline:
+    return ServedJob(server, compute_s, s, **options).run()
 
 
 def steady_s(server: Server, compute_s: list[float], s: int, **options: bool) -> float:
@@ -69,56 +72,6 @@ def test_nobody_is_further_ahead_than_s() -> None:
         ends = np.array(course.ends_s)
         for clock in range(s + 1, CLOCKS):  # nobody begins before all have ended clock - s - 1
             assert begins[:, clock].min() >= ends[:, clock - s - 1].max()
-
-
-@pytest.mark.parametrize(
-    ("caps", "weights", "capacity", "rates"),
-    [
-        ([1.0, 10.0, 10.0], [1.0, 1.0, 1.0], 9.0, [1.0, 4.0, 4.0]),
-        ([10.0, 1.0, 10.0], [1.0, 1.0, 1.0], 9.0, [4.0, 1.0, 4.0]),
-        ([1.0, 10.0, 10.0], [1.0, 1.0, 1.0], 3.0, [1.0, 1.0, 1.0]),
-        ([1.0, 10.0], [1.0, 1.0], 30.0, [1.0, 10.0]),
-        ([8.0, 8.0, 8.0], [1.0, 2.0, 3.0], 12.0, [2.0, 4.0, 6.0]),
-        ([8.0, 3.0, 5.0], [1.0, 2.0, 3.0], 12.0, [4.0, 3.0, 5.0]),
-        ([2.0, 9.0, 9.0], [4.0, 1.0, 3.0], 10.0, [2.0, 2.0, 6.0]),
-        ([], [], 30.0, []),
-    ],
-)
-def test_fair_shares(
-    caps: list[float], weights: list[float], capacity: float, rates: list[float]
-) -> None:
-    assert fair_shares(caps, weights, capacity) == pytest.approx(rates)
-
-
-@pytest.mark.parametrize("later_share", [1.0, 0.5])
-def test_a_pipe_serves_flows_as_small_steps_of_time_do(later_share: float) -> None:
-    """Against flows that advance by their fair shares in steps of 1e-4 s."""
-    caps, capacity, step_s = (3.0, 1.0, 8.0), 6.0, 1e-4
-    starts = {0: (0.0, 4.0), 1: (0.5, 1.5), 2: (0.7, 3.0)}  # worker: seconds, bytes
-    pipe, ends_s, pending = Pipe(caps, capacity, later_share), {}, dict(starts)
-    while pending or pipe.next_end()[1] >= 0:
-        start_s, worker = min(((s, n) for n, (s, _) in pending.items()), default=(math.inf, -1))
-        end_s, done = pipe.next_end()
-        if start_s < end_s:
-            pipe.start(worker, pending.pop(worker)[1], start_s)
-        else:
-            pipe.end(done, end_s)
-            ends_s[done] = end_s
-    left, slow_s = {n: size for n, (_, size) in starts.items()}, {}
-    for tick in range(22_000):
-        now_s = tick * step_s
-        active = [n for n in left if left[n] > 0 and starts[n][0] <= now_s + step_s / 2]
-        weights = {n: later_share**k for k, n in enumerate(active)}  # in order of their begin
-        active.sort(key=lambda n: caps[n] / weights[n])
-        rest, free = sum(weights.values()), capacity
-        for n in active:
-            rate = min(caps[n], free * weights[n] / rest)
-            rest, free = rest - weights[n], free - rate
-            left[n] -= rate * step_s
-            if left[n] <= 0:
-                slow_s[n] = now_s + step_s
-    assert ends_s == pytest.approx(slow_s, abs=5 * step_s)
-    assert pipe.busy_s == pytest.approx(max(slow_s.values()), abs=5 * step_s)
 
 
 def profile(workers: int, **rest: float) -> Profile:

@@ -14,7 +14,6 @@ from cases.gossip_jobs import Worker, cut, flats, job, kill, stall, together, un
 from offbeat.gossip.exchange import Exchanges
 from offbeat.gossip.protocol import Kind
 from offbeat.gossip.state import AVERAGING
-from offbeat.gossip.tree_reductions import OWN
 from offbeat.gossip.view import State
 
 STEP = 2.0**-7  # float32 adds up many of them without a bias
@@ -137,14 +136,15 @@ def test_other_edges_are_agreed_on_at_once() -> None:
         until(lambda: all(worker.gossip._agreements.agreed.edges == [(0, 1)] for worker in workers))
 
 
-def test_who_is_called_brings_its_numbers_at_once() -> None:
+def test_who_hears_of_a_report_reports_at_once() -> None:
     with job(nx.complete_graph(2), flats(2)) as workers:
         in_long_units(workers)
-        caller, root = workers[1].gossip, workers[0].gossip._reductions
-        held = root.held[OWN]
-        caller._commands.append(caller._agreements.begin)
+        caller, other = workers[1].gossip, workers[0].gossip
+        number = other._agreements.agreed.number
+        report = {"reports": [(1, number + 1, 10.0, 0)], "held": 0}
+        caller._commands.append(lambda: caller._neighbours.on_view(report))
         caller._peers.wake()
-        until(lambda: root.held[OWN] > held)
+        until(lambda: other._agreements.agreed.number == number + 1)
 
 
 def test_workers_that_disappear_together_are_given_up() -> None:
@@ -182,11 +182,11 @@ def test_a_neighbour_that_was_given_up_is_taken_again() -> None:
         peers._retry_at_s[0] = time.monotonic() + 2.5
         peers.wake()
         until(lambda: workers[2].gossip.view.edges() == [(0, 2), (1, 2)])
-        until(lambda: set(workers[0].gossip._rates) == {2})
+        until(lambda: set(workers[0].gossip._exchanging.requests.rates) == {2})
         until(
             lambda: all(w.gossip.view.edges(State.UP) == [(0, 1), (0, 2), (1, 2)] for w in workers)
         )
-        until(lambda: set(workers[0].gossip._rates) == {1, 2})
+        until(lambda: set(workers[0].gossip._exchanging.requests.rates) == {1, 2})
         until(lambda: len({worker.state.course.last for worker in workers}) == 1)
         assert any("can be reached again" in word for word in workers[0].gossip.take_notices())
         assert together([worker.consolidate for worker in workers]) == [None] * 3
@@ -255,7 +255,7 @@ def test_old_news_of_an_edge_do_not_hide_that_it_is_broken() -> None:
         gossip = workers[0].gossip
         until(lambda: gossip.view.state(1) is State.DOWN)
         news = {"known": [(0, 1, 50, int(State.UP), 0.0)], "held": 0}
-        gossip._commands.append(lambda: gossip._on_view(2, news))
+        gossip._commands.append(lambda: gossip._neighbours.on_view(news))
         gossip._peers.wake()
         for worker in (workers[0], workers[2]):
             until(lambda worker=worker: worker.gossip.view.edges() == [(0, 2), (1, 2)])
@@ -278,7 +278,7 @@ def test_what_is_in_doubt_with_the_dead_is_kept() -> None:
         kill(workers.pop())
         until(lambda: all(worker.gossip.view.dead_workers() == [2] for worker in workers))
         sent = [flat.clone() for flat in x]
-        exchanges = workers[0].gossip._exchanges
+        exchanges = workers[0].gossip._exchanging.exchanges
         exchanges.begin(2, 7, 0.0, AVERAGING)
         receive(exchanges, sent[2], len(exchanges.wire.chunks))
         assert exchanges.abort(2)
@@ -299,14 +299,16 @@ def test_what_is_in_doubt_when_an_edge_is_given_up(there: bool) -> None:
         until(lambda: workers[2].gossip.view.edges() == [(0, 2), (1, 2)])
         sent = [flat.clone() for flat in x]
         for me, whole in (0, True), (1, there):
-            exchanges = workers[me].gossip._exchanges
+            exchanges = workers[me].gossip._exchanging.exchanges
             one = exchanges.begin(1 - me, 7, 0.0, AVERAGING)
             exchanges.note_sent(one, 2)
             receive(exchanges, sent[1 - me], len(exchanges.wire.chunks) if whole else 2)
             assert exchanges.abort(1 - me)
             assert exchanges.partners_in_doubt() == ([1 - me] if whole else [])
         assert together([worker.consolidate for worker in workers]) == [None] * 3
-        assert [worker.gossip._exchanges.partners_in_doubt() for worker in workers] == [[]] * 3
+        assert [worker.gossip._exchanging.exchanges.partners_in_doubt() for worker in workers] == [
+            []
+        ] * 3
     for flat in x:
         torch.testing.assert_close(flat, start, rtol=0, atol=1e-12)
 

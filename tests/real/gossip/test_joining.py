@@ -29,6 +29,7 @@ from offbeat.cli import texts
 from offbeat.frames.frames import WireError
 from offbeat.gossip import startup as gossiping
 from offbeat.gossip.agreement import Agreement
+from offbeat.gossip.clock import Line
 from offbeat.gossip.joining import Place
 from offbeat.gossip.peers import Peers, _Peer
 from offbeat.gossip.protocol import Kind
@@ -94,7 +95,7 @@ def test_what_is_in_doubt_with_the_dead_is_kept_when_another_process_takes_its_p
         kill(workers.pop(2))
         until(lambda: all(worker.gossip.view.dead_workers() == [2] for worker in workers))
         workers[0].gossip.pause()
-        exchanges = workers[0].gossip._exchanges
+        exchanges = workers[0].gossip._exchanging.exchanges
         exchanges.begin(2, 7, 0.0, AVERAGING)
         for chunk, _ in enumerate(exchanges.wire.chunks):
             exchanges.buffer(chunk)
@@ -113,14 +114,14 @@ def test_who_joins_does_not_wait_for_the_dead() -> None:
     x = flats(4)
     with job(nx.complete_graph(3), x[:3], silent_s=1.0) as workers:
         warm(workers)
-        addresses = dict(workers[0].gossip._addresses)
+        addresses = dict(workers[0].gossip._neighbours.addresses)
         dead = workers.pop()
         kill(dead)
         for worker in workers:
             until(lambda worker=worker: worker.gossip.view.dead_workers() == [2])
         # As if that had not been noticed: it is still given as a neighbour.
         workers[0].gossip._peers.reachable = lambda: [1, 2]
-        workers[0].gossip._addresses.update(addresses)
+        workers[0].gossip._neighbours.addresses.update(addresses)
         newcomer = come(workers, x[3], silent_s=1.0)
         del workers[0].gossip._peers.reachable
         assert newcomer.gossip.take_notices() == [
@@ -136,7 +137,8 @@ def test_who_joins_does_not_wait_for_the_dead() -> None:
 @pytest.mark.parametrize("reachable", [[], [2]])
 def test_a_joining_worker_needs_one_neighbour(reachable: list[int]) -> None:
     gossip: Any = Gossip.__new__(Gossip)
-    gossip.me, gossip._joined, gossip._never_came, gossip._error = 4, True, {1}, None
+    gossip.me, gossip._joined, gossip._error = 4, True, None
+    gossip._neighbours = SimpleNamespace(never_came={1})
     gossip._changed, gossip._notices = threading.Condition(), deque()
     gossip._settings = SimpleNamespace(silent_s=0.0, timeout_s=0.0)
     gossip._peers = SimpleNamespace(reachable=lambda: reachable)
@@ -171,7 +173,7 @@ def test_who_consolidates_waits_for_a_worker_that_has_a_place() -> None:
         assert together([worker.consolidate for worker in workers]) == [None] * 3
         for worker in workers:
             worker.gossip.resume()
-        until(lambda: not any(worker.gossip._pairing.paused for worker in workers))
+        until(lambda: not any(worker.gossip._exchanging.pairing.paused for worker in workers))
         come(workers, x[3], through=2)
         assert together([worker.consolidate for worker in workers]) == [None] * 4
         assert torch.equal(x[0], x[3])
@@ -187,7 +189,7 @@ def test_meetings_begin_anew_when_a_newcomer_can_be_talked_to() -> None:
         versions: list[int] = []
 
         def again() -> None:
-            gossip._never_came.add(0)
+            gossip._neighbours.never_came.add(0)
             versions.extend(version for _, _, version, *_ in gossip.view.changed_edges())
             gossip.on_connect(0, workers[0].gossip.hello(2))
             versions.extend(version for _, _, version, *_ in gossip.view.changed_edges())
@@ -228,7 +230,7 @@ def test_who_is_no_worker_of_this_job(about: dict, words: str) -> None:
 
 def test_nobody_is_there() -> None:
     with job(nx.complete_graph(2), flats(2)) as workers:
-        workers[0].gossip._listen_address = ("127.0.0.1", 1)
+        workers[0].gossip._neighbours.addresses[0] = ("127.0.0.1", 1)
         with pytest.raises(RuntimeError, match=r"cannot be joined: .*refused"):
             come(workers, flats(1)[0])
 
@@ -288,10 +290,10 @@ def test_a_place_travels_as_it_is() -> None:
         [(0, 1)],
         [(0, 1, 3, 1, 0.5)],
         {0: ("10.0.0.1", 4000)},
-        [Change(0.0, 0.1, 0.5, 0.6)],
-        (1.0, 2.0, 0.25),  # type: ignore[arg-type]
-        Agreement([(0, 1)], 0.5, 1.0, 50.0),
-        {0: 3, 1: 4},
+        Agreement(
+            [(0, 1)], 0.5, 1.0, 7, 50.0, 3, 1, Line(1.0, 2.0, 0.25), (Change(0.0, 0.1, 0.5, 0.6),)
+        ),
+        4,
     )
     data = json.loads(json.dumps(place.pack()))
     assert Place.unpack(data) == place

@@ -58,18 +58,23 @@ def write(directory: Path, frozen: Frozen, manifest: Manifest) -> None:
     sync(directory.parent)  # the parent holds the name of this directory
 
 
-def read(directory: Path) -> Any:
-    """Return the saved value.
-
-    Raises:
-        ValueError: size or checksum of a file differs from the manifest; names the file.
-    """
+def require_whole(directory: Path) -> None:
+    """Raise ValueError if size or checksum of a file differs from the manifest; names the file."""
     for name, expected in read_manifest(directory).files.items():
         if tuple(expected) != _size_and_crc(directory / name):
             raise ValueError(
                 f"{directory / name} is not what was written (size or checksum differ); load the "
                 "checkpoint before it by giving its directory"
             )
+
+
+def read(directory: Path) -> Any:
+    """Return the saved value.
+
+    Raises:
+        ValueError: size or checksum of a file differs from the manifest; names the file.
+    """
+    require_whole(directory)
     rest: dict[str, Any] = {REST: None}
     _fill(directory, rest)
     data, looks = rest[REST]
