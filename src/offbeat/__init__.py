@@ -114,6 +114,7 @@ register_parts(
         "offbeat.lab.pace:Pace",
         "offbeat.lab.pace:paced_profile",
         "offbeat.lab.turns:Turns",
+        "offbeat.strategies.convergence:ConvergenceGuard",
         "offbeat.strategies.levels:two_levels",
         "offbeat.strategies.levels:variant_of",
     )

@@ -6,7 +6,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from offbeat.core.strategy.interface import (
-    Monitor,
     Needs,
     StatePolicy,
     Strategy,
@@ -79,7 +78,6 @@ __all__ = [
     "DreamDDP",
     "FedAvg",
     "LocalSGD",
-    "Monitor",
     "Needs",
     "OuterSGD",
     "PartialSync",

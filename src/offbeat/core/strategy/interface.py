@@ -239,8 +239,12 @@ class Strategy(ABC):
         refused then; otherwise it runs `at_step()`."""
         return False
 
-    def monitor(self) -> Monitor | None:
-        """Return the monitor of training under this method; None if it needs none."""
+    def fallback(self) -> Strategy | None:
+        """Return the strategy that takes over if the loss is not finite, rises or stalls.
+
+        With one, the loss and the noise of the gradients are watched during training, and a new
+        estimate of the noise leads to a new plan. None: nothing is watched.
+        """
         return None
 
     def settings(self) -> dict[str, Any]:
@@ -283,20 +287,6 @@ class Strategy(ABC):
     def __str__(self) -> str:
         changed = [f"{name}={value}" for name, value in changed_settings(self).items()]
         return f"{self.name}({', '.join(changed)})" if changed else self.name
-
-
-@dataclasses.dataclass(frozen=True)
-class Monitor:
-    """Request to monitor the loss and the noise of the gradients during training.
-
-    A new estimate of the noise triggers a new plan. A loss that is not finite, rises or stalls
-    triggers the change to `fallback`.
-
-    Attributes:
-        fallback: strategy that replaces the monitored one.
-    """
-
-    fallback: Strategy
 
 
 def changed_settings(strategy: Strategy) -> dict[str, Any]:
