@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from offbeat.core.strategy.interface import (
     Needs,
+    Planned,
     StatePolicy,
     Strategy,
     periodic_bound_s,
@@ -81,6 +82,7 @@ __all__ = [
     "Needs",
     "OuterSGD",
     "PartialSync",
+    "Planned",
     "SelSync",
     "StatePolicy",
     "Strategy",

@@ -14,8 +14,8 @@ from typing import ClassVar, Literal
 from offbeat.core.plan import Kind, Plan
 from offbeat.core.profile import Profile
 from offbeat.core.strategy.interface import (
+    Planned,
     StatePolicy,
-    Strategy,
     periodic_bound_s,
     require_count,
 )
@@ -81,7 +81,7 @@ class Layerwise(Averaging):
         """Time of a layer's average relative to its update."""
         return "after_update" if self.average == "auto" else self.average
 
-    def at_step(self) -> Strategy | None:
+    def at_step(self) -> Planned | None:
         return replace(self, average="before_update") if self.when == "after_update" else None
 
     @property

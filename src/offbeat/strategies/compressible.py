@@ -14,7 +14,7 @@ from offbeat.core.derive import effects
 from offbeat.core.plan import Apply, Buffer, Fact, Kind, Payload, Plan, Transfer, Wire
 from offbeat.core.profile import Profile
 from offbeat.core.rules import SETTINGS
-from offbeat.core.strategy.interface import Strategy, require_choice, synchronous_bound_s
+from offbeat.core.strategy.interface import Planned, Strategy, require_choice, synchronous_bound_s
 from offbeat.strategies.equations import Equations, synchronous
 from offbeat.strategies.wire_profile import profile_for_wire
 
@@ -24,7 +24,7 @@ ANCHOR = "anchor"
 
 
 @dataclass(frozen=True)
-class Wired(Strategy):
+class Wired(Planned):
     """Base class of strategies that average gradients or parameters, with settings for a codec.
 
     They use collectives; if `sends` is set, messages go from rank to rank.

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from offbeat.core.plan import Fact, Moment, Payload, Phases, Plan, Transfer, Verb, local
 from offbeat.core.profile import Profile
-from offbeat.core.strategy.interface import Strategy, require_count
+from offbeat.core.strategy.interface import Planned, require_count
 from offbeat.strategies.compressible import NONE, Synchronous
 from offbeat.strategies.slices import Update, compute_of
 from offbeat.strategies.solvers import Fusion, cap_fusion, fusion_finish
@@ -90,7 +90,7 @@ class DeAR(Synchronous):
         caps = {max(total, 1) for total in (1, *accumulate(sizes))}
         return min(sorted(caps, reverse=True), key=end_s)
 
-    def at_step(self) -> Strategy | None:
+    def at_step(self) -> Planned | None:
         return replace(self, update="at_step") if self.update == "on_arrival" else None
 
     def bound_s(self, profile: Profile) -> float:

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal
 from offbeat.core.derive import effects
 from offbeat.core.plan import Apply, Buffer, Fact, Merge, Moment, Phases, Plan, Transfer, local
 from offbeat.core.profile import GradientNoise, Profile
-from offbeat.core.strategy.interface import Strategy, require_count
+from offbeat.core.strategy.interface import Planned, Strategy, require_count
 from offbeat.strategies.compressible import Wired
 from offbeat.strategies.deft_search import Choice, Search, Sized, ready_s_of
 from offbeat.strategies.equations import Equations, closing, merged, synchronous
@@ -166,7 +166,7 @@ class DeFT(Wired):
         rate = sum(1 / seconds if seconds else math.inf for seconds in per_update_s)
         return max(local_s + profile.update_s / self.most_merged, 1 / rate / self.most_merged)
 
-    def fallback(self) -> Strategy | None:
+    def fallback(self) -> Planned | None:
         fallback = WFBP(wire=self.wire, error_feedback=self.error_feedback)
         return fallback if self.preserver else None
 

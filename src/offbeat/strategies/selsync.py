@@ -21,8 +21,8 @@ from offbeat.core.plan import (
 )
 from offbeat.core.profile import Profile
 from offbeat.core.strategy.interface import (
+    Planned,
     StatePolicy,
-    Strategy,
     periodic_bound_s,
     require_count,
     synchronous_bound_s,
@@ -192,7 +192,7 @@ class SelSync(Wired):
             run if self.scope == "layer" else None,
         )
 
-    def at_step(self) -> Strategy | None:
+    def at_step(self) -> Planned | None:
         return replace(self, scope="model") if self.scope == "layer" else None
 
     def equations(self, plan: Plan) -> Equations:

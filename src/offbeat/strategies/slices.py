@@ -9,7 +9,7 @@ from typing import Literal
 from offbeat.core.codecs.cost import ELEMENT_BYTES
 from offbeat.core.plan import Fact, Moment, Payload, Phases, Plan, Transfer, local
 from offbeat.core.profile import Profile
-from offbeat.core.strategy.interface import Strategy
+from offbeat.core.strategy.interface import Planned
 from offbeat.strategies.compressible import Synchronous
 from offbeat.strategies.solvers import Compute, Slice, iteration_s, priority_order
 
@@ -28,7 +28,7 @@ class Prioritized(Synchronous):
 
     update: Update
 
-    def at_step(self) -> Strategy | None:
+    def at_step(self) -> Planned | None:
         return replace(self, update="at_step") if self.update == "on_arrival" else None
 
 

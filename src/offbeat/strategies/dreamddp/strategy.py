@@ -16,7 +16,7 @@ from offbeat.core.derive import effects
 from offbeat.core.plan import Apply, Plan
 from offbeat.core.profile import Profile
 from offbeat.core.sim import predict_plan
-from offbeat.core.strategy.interface import StatePolicy, Strategy, require_count
+from offbeat.core.strategy.interface import Planned, StatePolicy, Strategy, require_count
 from offbeat.core.strategy.suggestions import periods
 from offbeat.strategies.averaging import Layerwise
 from offbeat.strategies.compressible import NONE, with_wires
@@ -246,7 +246,7 @@ class DreamDDP(Layerwise):
     def applies_late(self) -> bool:
         return self.due == "delayed"
 
-    def at_step(self) -> Strategy | None:
+    def at_step(self) -> Planned | None:
         if self.due == "forward":  # with either `average` each bucket is updated separately
             return replace(self, average="before_update", due="end")
         return super().at_step()
