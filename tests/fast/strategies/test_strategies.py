@@ -39,10 +39,10 @@ from offbeat.strategies import (
     SelSync,
     create,
 )
+from offbeat.strategies.compressible import profile_for_wire
 from offbeat.strategies.dreamddp import candidates, late
 from offbeat.strategies.pieces import Piece, partial_plan, whole_buckets
 from offbeat.strategies.solvers import cap_fusion
-from offbeat.strategies.wire_profile import profile_for_wire
 from offbeat.testing.conformance import equals_equations, moves_everything, shares
 from offbeat.testing.conformance import plan_is_pure as is_pure
 from offbeat.testing.conformance import plan_is_sound as is_sound
