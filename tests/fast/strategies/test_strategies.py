@@ -106,7 +106,7 @@ VOTING = [
     SelSync(delta=2, scope="layer", smooth="change", window=3, max_period=3, state="averaged"),
     SelSync(max_period=1),
     FedAvg(local_steps=1),
-    FedAvg(epoch_share=0.25, steps_per_epoch=10, state="averaged"),
+    FedAvg(local_steps=2, state="averaged"),
 ]
 
 

@@ -195,7 +195,7 @@ class Strategy(ABC):
     def settings(self) -> dict[str, Any]:
         """Return the settings as JSON-ready values, by name."""
         values = dataclasses.asdict(self)
-        return {field.name: values[field.name] for field in dataclasses.fields(self) if field.init}
+        return {field.name: values[field.name] for field in setting_fields(type(self))}
 
     def __str__(self) -> str:
         changed = [f"{name}={value}" for name, value in changed_settings(self).items()]
@@ -326,9 +326,14 @@ def planned(strategy: Strategy) -> Planned:
     )
 
 
+def setting_fields(cls: type[Strategy]) -> list[dataclasses.Field[Any]]:
+    """Return the fields of a class that are settings, without constants of a subclass."""
+    return [field for field in dataclasses.fields(cls) if field.init]
+
+
 def changed_settings(strategy: Strategy) -> dict[str, Any]:
     """Return by name the settings that differ from their defaults."""
-    values = {field: getattr(strategy, field.name) for field in dataclasses.fields(strategy)}
+    values = {field: getattr(strategy, field.name) for field in setting_fields(type(strategy))}
     return {field.name: value for field, value in values.items() if value != field.default}
 
 
