@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 from offbeat.core.strategy.interface import (
     Needs,
     Planned,
-    StatePolicy,
     Strategy,
     periodic_bound_s,
     require_choice,
@@ -23,6 +22,7 @@ from offbeat.core.strategy.registry import (
     setting_names,
     strategy_names,
 )
+from offbeat.strategies.equations import StatePolicy
 
 if TYPE_CHECKING:
     from offbeat.gossip.strategies import ADPSGD, A2CiD2

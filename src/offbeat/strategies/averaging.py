@@ -13,15 +13,10 @@ from typing import ClassVar, Literal
 
 from offbeat.core.plan import Kind, Plan
 from offbeat.core.profile import Profile
-from offbeat.core.strategy.interface import (
-    Planned,
-    StatePolicy,
-    periodic_bound_s,
-    require_count,
-)
+from offbeat.core.strategy.interface import Planned, periodic_bound_s, require_count
 from offbeat.strategies.compressible import Wired
-from offbeat.strategies.equations import Outer
-from offbeat.strategies.outer_optimizer import OuterSGD, equations_of, outer_of, with_outer
+from offbeat.strategies.equations import StatePolicy
+from offbeat.strategies.outer_optimizer import Outer, OuterSGD, equations_of, outer_of, with_outer
 
 EVERY_ITERATION = "use BSP() to synchronize in every iteration"
 

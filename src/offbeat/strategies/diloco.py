@@ -24,10 +24,10 @@ from offbeat.strategies.dreamddp.late import (
     spread,
     with_idle_steps,
 )
-from offbeat.strategies.equations import Equations, delayed, layer_sets, partial
+from offbeat.strategies.equations import Equations
 from offbeat.strategies.local_sgd import LocalSGD
 from offbeat.strategies.outer_optimizer import OuterSGD, is_real, with_outer
-from offbeat.strategies.pieces import Piece
+from offbeat.strategies.pieces import Piece, delayed, layer_sets, partial
 from offbeat.strategies.solvers.stages import cut
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import inf
@@ -11,11 +11,11 @@ from typing import ClassVar
 from offbeat.core.plan import Apply, Fact, Moment, Phases, Plan, local
 from offbeat.core.profile import Profile
 from offbeat.core.rules.select import draw_samples
-from offbeat.core.strategy.interface import StatePolicy, periodic_bound_s, require_count
+from offbeat.core.strategy.interface import periodic_bound_s, require_count
 from offbeat.strategies.averaging import kinds_of
 from offbeat.strategies.bsp import averages
 from offbeat.strategies.compressible import Wired
-from offbeat.strategies.equations import Equations, federated
+from offbeat.strategies.equations import Equations, StatePolicy, World, average_piece
 
 STEP, END = Moment("step"), Moment("end")
 
@@ -170,3 +170,33 @@ def _validate_samples(samples: Sequence[float] | None) -> tuple[float, ...] | No
             f"samples ({samples}) must be numbers above 0, one per worker, such as (100, 250)"
         )
     return numbers
+
+
+def federated(
+    local_steps: int | Sequence[int],
+    weights: Callable[[int], Sequence[float] | None],
+    state: StatePolicy = "local",
+) -> Equations:
+    """Return the equations of federated averaging: rounds of local steps, then a weighted average.
+
+    After a round, `w = sum_k(n_k w_k) / sum_k(n_k)` on all replicas.
+
+    Args:
+        local_steps: local steps per round, for all replicas or one number for each. A replica
+            with fewer steps waits for the others.
+        weights: function of the number of previous rounds that returns the weights n of the
+            replicas; None for equal weights.
+        state: treatment of the optimizer's state at an average: "local", "averaged" or "reset".
+    """
+    each = None if isinstance(local_steps, int) else local_steps
+    length = local_steps if isinstance(local_steps, int) else max(local_steps)
+
+    def advance(world: World, iteration: int) -> None:
+        world.gradients(iteration)
+        place = iteration % length
+        world.step(None if each is None else [k for k, steps in enumerate(each) if steps > place])
+        if place + 1 == length:
+            average_piece(world, None, state, weights(iteration // length))
+        world.end()
+
+    return advance

@@ -21,9 +21,6 @@ if TYPE_CHECKING:
     from offbeat.core.sim.prediction import Conditions, Prediction
     from offbeat.strategies.equations import Equations
 
-StatePolicy = Literal["local", "averaged", "reset"]
-"""Treatment of optimizer state at an average of parameters."""
-
 
 @dataclasses.dataclass(frozen=True)
 class Needs:

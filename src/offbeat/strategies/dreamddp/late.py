@@ -22,9 +22,9 @@ from typing import Any
 from offbeat.core.derive import effects
 from offbeat.core.plan import Apply, Buffer, Fact, Moment, Payload, Phases, Plan, local, transfer
 from offbeat.core.profile import Profile
-from offbeat.core.strategy.interface import StatePolicy
 from offbeat.strategies.averaging import Average
 from offbeat.strategies.dreamddp.sets import EXACT, Cycle
+from offbeat.strategies.equations import StatePolicy
 from offbeat.strategies.pieces import Piece, Sets, layer_set_facts, piece_times, whole_buckets
 
 Times = Sequence[float]
