@@ -28,7 +28,7 @@ from offbeat.strategies import BSP, WFBP, Strategy
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 from figures import spread
-from support.consensus import (  # pyright: ignore[reportMissingImports]
+from oracle.consensus import (  # pyright: ignore[reportMissingImports]
     Course,
     Quadratic,
     events,

@@ -28,8 +28,8 @@ from offbeat.plan import Plan, vote_channel
 from offbeat.profile import Bucket, Link, Profile
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
-from support import memory  # pyright: ignore[reportMissingImports]
-from support.memory import (  # pyright: ignore[reportMissingImports]
+from harness import threads as memory  # pyright: ignore[reportMissingImports]
+from harness.threads import (  # pyright: ignore[reportMissingImports]
     MemoryControl,
     World,
     memory_links,

@@ -29,7 +29,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
 from functools import cache, cached_property
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from operator import attrgetter
 
 import numpy as np
@@ -242,12 +242,16 @@ class _OpenSet:
         """Add layer i."""
         at = bisect_left(self.members, -i)
         self.members.insert(at, -i)
-        later = [-m for m in self.members[at:]]
-        self._sent[at:] = accumulate((self._message[j] for j in later), initial=self._sent[at])
-        sent = self._sent[at + 1 :]
-        self._own[at:] = [self._head[j] + s for j, s in zip(later, sent, strict=True)]
-        self._ends[at:] = accumulate(self._own[at:], max, initial=self._ends[at])
-        self.end = self._ends[-1]
+        del self._sent[at + 1 :], self._ends[at + 1 :], self._own[at:]
+        sent, end = self._sent[-1], self._ends[-1]
+        for m in self.members[at:]:
+            sent += self._message[-m]
+            own = self._head[-m] + sent
+            end = own if own > end else end
+            self._sent.append(sent)
+            self._own.append(own)
+            self._ends.append(end)
+        self.end = end
 
 
 _by_end = attrgetter("end", "number")
