@@ -31,7 +31,16 @@ import tables
 
 from offbeat.experiments.advice import Option, advise, predict_option
 from offbeat.profile import Bucket, CodecSpeed, Link, Profile
-from offbeat.strategies import WFBP, DeFT, DreamDDP, LocalSGD, Strategy, find, strategy_names
+from offbeat.strategies import (
+    WFBP,
+    DeFT,
+    DreamDDP,
+    LocalSGD,
+    Planned,
+    Strategy,
+    find,
+    strategy_names,
+)
 from offbeat.strategies.compressible import SUGGESTED_WIRES as WIRES
 
 JITTERS = (0.0, 0.0, 0.0, 0.1)
@@ -64,7 +73,9 @@ def profile_of(seed: int) -> Profile:
 
 
 def everything(max_staleness: int) -> list[Strategy]:
-    found: list[Strategy] = [find(name)() for name in strategy_names() if find(name).needs.profile]
+    found: list[Strategy] = [
+        find(name)() for name in strategy_names() if issubclass(find(name), Planned)
+    ]
     found = [strategy for strategy in found if strategy.synchronous]
     found.append(DeFT())
     for period in range(2, max_staleness + 2):

@@ -307,12 +307,13 @@ def predict(stored: Mapping[str, Any]) -> tuple[float, str | None]:
     from offbeat.core.profile import Profile
     from offbeat.core.strategy.parsing import parse
     from offbeat.experiments import predictions
+    from offbeat.strategies import Planned
 
     cell, profile = Cell(*stored["cell"]), Profile.from_dict(stored["profile"])
     strategy, setup = parse(cell.strategy), setup_of(cell)
     plan = iterations = None
     with TemporaryDirectory() as folder, catch_warnings(action="ignore"):  # of DeFT without windows
-        if strategy.needs.profile:
+        if isinstance(strategy, Planned):
             plan = strategy_that_runs(strategy, profile).plan(profile)
             if stored["broadcasts"]:
                 plan = with_broadcast(plan, profile.default_link.name)

@@ -171,8 +171,8 @@ def methods(steps_per_epoch: int, seed: int) -> dict[str, Strategy]:
     """What is compared, by the name in the tables."""
 
     def fedavg(fraction: float, share: float) -> FedAvg:
-        steps = {"epoch_share": share, "steps_per_epoch": steps_per_epoch}
-        return FedAvg(fraction, seed=seed, **steps)  # type: ignore[arg-type]
+        steps = max(1, round(share * steps_per_epoch))
+        return FedAvg(fraction, seed=seed, local_steps=steps)
 
     named: dict[str, Strategy] = {"BSP": BSP()}
     for fraction in (1.0, 0.5):

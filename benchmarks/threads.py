@@ -28,12 +28,12 @@ from offbeat.plan import Plan, vote_channel
 from offbeat.profile import Bucket, Link, Profile
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
-from support import memory  # pyright: ignore[reportMissingImports]
-from support.memory import (  # pyright: ignore[reportMissingImports]
+from harness import threads as memory  # pyright: ignore[reportMissingImports]
+from harness.threads import (  # pyright: ignore[reportMissingImports]
     MemoryControl,
     World,
     memory_links,
-    run_ranks,
+    run_threads,
 )
 
 LINK = "net"
@@ -114,7 +114,7 @@ def train(job: Job, plan: Plan, profile: Profile, steps: int) -> list[Trained]:
             for link in links.values():
                 link.close()
 
-    return run_ranks(profile.world_size, life)
+    return run_threads(profile.world_size, life)
 
 
 def _loop(job: Job, plan: Plan, engine: Engine, batches: Iterator[Any], steps: int) -> Trained:

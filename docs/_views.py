@@ -16,7 +16,7 @@ import shlex
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import is_dataclass, replace
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -27,6 +27,7 @@ from _lanes import iterations_picture, svg_file, workers_picture
 import offbeat
 from offbeat import cli
 from offbeat.core.sim.trace import Span
+from offbeat.core.strategy.interface import setting_fields
 from offbeat.core.strategy.parsing import parse
 from offbeat.experiments.report.boxes import Picture
 from offbeat.experiments.report.gossip import gossip_picture, predicted_gossip, visible_part
@@ -93,10 +94,10 @@ def settings(name: str) -> str:
     """Return a table of a strategy's settings."""
     cls = find(name)
     meaning, hints = meanings(cls), get_type_hints(cls)
-    if not fields(cls):
+    if not setting_fields(cls):
         return f"`{name}` has no settings.\n"
     lines = ["| setting | default | values | meaning |", "|---|---|---|---|"]
-    for field in fields(cls):
+    for field in setting_fields(cls):
         assert field.name in meaning, f"{cls.__name__}.{field.name} has no docstring below it"
         values = " or ".join(_values(hints[field.name]))
         lines.append(f"| `{field.name}` | `{field.default}` | {values} | {meaning[field.name]} |")

@@ -18,7 +18,7 @@ from offbeat.profile import Profile
 from offbeat.server.simulation import ServedJob
 from offbeat.sessions.separate_workers import compute_seconds, server_of
 from offbeat.sim import Ranks, predict, simulate
-from offbeat.strategies import SSP
+from offbeat.strategies import SSP, Planned
 
 Run = Mapping[str, Any]
 LAST = 3  # looks at held-out data that make the final quality
@@ -80,7 +80,7 @@ class _Runs:
             (name, seed): strategy.plan(paces["lab"])
             for seed in self.seeds
             for name, strategy in methods(task.steps_per_epoch(self.hosts), seed).items()
-            if strategy.needs.profile
+            if isinstance(strategy, Planned)
         }
         self._courses = {
             (run["method"], pace, run["seed"]): (run, self._course(run, paces[pace]))

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
         LocalSGD,
         OuterSGD,
         PartialSync,
+        Planned,
         SelSync,
         Strategy,
         USByte,
@@ -67,6 +68,7 @@ __all__ = [
     "OuterSGD",
     "PartialSync",
     "Plan",
+    "Planned",
     "Profile",
     "RehearsedCurve",
     "Saving",
@@ -125,6 +127,7 @@ register_parts(
         "offbeat.lab.pace:Pace",
         "offbeat.lab.pace:paced_profile",
         "offbeat.lab.turns:Turns",
+        "offbeat.strategies.convergence:ConvergenceGuard",
         "offbeat.strategies.levels:two_levels",
         "offbeat.strategies.levels:variant_of",
     )

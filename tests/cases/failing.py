@@ -25,7 +25,7 @@ import offbeat
 from cases.models import Case, batch, build_model, loss_of, profile_of
 from cases.oddities import build
 from cases.workers import bits, bits_of, prepared, rank, snapshot, world_size
-from offbeat import BSP, DDP, WFBP, LocalSGD, Profile, Strategy
+from offbeat import BSP, DDP, WFBP, LocalSGD, Planned, Profile, Strategy
 from offbeat.core.measuring import network_check
 from offbeat.core.transport.heartbeat import publish_exception
 from offbeat.metrics import Metrics
@@ -92,7 +92,7 @@ def stop_for_a_moment(strategy: Strategy, seconds: float, servers: int = 0) -> l
     server. Servers add up in the order of arrival, so rounding is left out there."""
     if servers:
         os.environ["OFFBEAT_SERVERS"] = str(servers)
-    options = {"profile": profile_of(CASE, world_size())} if strategy.needs.profile else {}
+    options = {"profile": profile_of(CASE, world_size())} if isinstance(strategy, Planned) else {}
     found: list[str] = []
     for stops in (False, True):
         module, plain = build(CASE)

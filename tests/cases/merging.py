@@ -25,20 +25,19 @@ from cases.models import Case, batch, loss_of, profile_of
 from cases.oddities import build
 from cases.schedules import CASE, Now, Script, follow, go_on, started
 from cases.workers import Trained, bits, prepared, rank, snapshot, world_size
-from offbeat import WFBP, Plan, Profile, Strategy
-from offbeat.core.guards import convergence as guard
+from offbeat import WFBP, Plan, Planned, Profile, Strategy
 from offbeat.core.runtime import first_iterations
 from offbeat.experiments.record.record_file import path_of, read
 from offbeat.plan import Apply, Buffer, Merge, Moment, Phases, local, transfer
 from offbeat.profile import Link
-from offbeat.strategies import Monitor
+from offbeat.strategies import convergence as guard
 from offbeat.testing import inspect
 
 # ---- merged ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Merging(Strategy):
+class Merging(Planned):
     """Windows of `period` iterations. The output side's bucket leaves in the backward that closes
     its window, the others under the next forward, links in turn.
 
@@ -54,8 +53,8 @@ class Merging(Strategy):
     name: ClassVar[str] = "merging"
     citation: ClassVar[str] = "tests"
 
-    def monitor(self) -> Monitor | None:
-        return Monitor(WFBP()) if self.guards else None
+    def fallback(self) -> Planned | None:
+        return WFBP() if self.guards else None
 
     def schedule(self, profile: Profile) -> Plan:
         n, size = self.period, len(profile.buckets)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from cases.workers import prepared, rank
-from offbeat import WFBP, Profile, Strategy
+from offbeat import WFBP, Planned, Profile, Strategy
 from offbeat.metrics import Metrics, TensorBoard
 from offbeat.profile import Bucket, Link
 
@@ -51,7 +51,7 @@ def logged(strategy: Strategy) -> tuple[list[tuple[dict[str, float], int]], list
     model = Sums()
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     metrics = Metrics(log, EVERY, divergence_every=EVERY) if rank() == 1 else None
-    known = profile() if strategy.needs.profile else None
+    known = profile() if isinstance(strategy, Planned) else None
     with prepared(model, optimizer, strategy, profile=known, metrics=metrics) as (model, optimizer):
         for _ in range(STEPS):
             optimizer.zero_grad()

@@ -46,7 +46,7 @@ from offbeat import (
     Strategy,
 )
 from offbeat.profile import Link, Profile
-from offbeat.strategies.equations import Changes, closing
+from offbeat.testing.equations import Changes, closing
 
 PAIRS, UNEVEN = ((0, 1), (2, 3)), ((0, 1), (2, 3, 4))
 ADAM, NORMED = Case("mlp", "adamw", "step"), Case("conv", "nesterov")

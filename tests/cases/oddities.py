@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 import offbeat
 from cases.models import Case, batch, build_model, build_optimizer, loss_of, profile_of
 from cases.workers import Trained, bits, bits_of, prepared, rank, snapshot, train, world_size
-from offbeat import WFBP, Plan, Profile, Strategy
+from offbeat import WFBP, Plan, Planned, Profile, Strategy
 from offbeat.plan import Moment, local, transfer
 from offbeat.testing import inspect
 
@@ -343,7 +343,7 @@ def steps(model: Any, optimizer: torch.optim.Optimizer, strategy: Strategy) -> N
 
 
 @dataclass(frozen=True)
-class TwoLinks(Strategy):
+class TwoLinks(Planned):
     """Every bucket by itself, the links in turn."""
 
     name: ClassVar[str] = "two-links"

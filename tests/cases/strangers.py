@@ -15,7 +15,7 @@ from torch.func import functional_call
 import offbeat
 from cases.matrix.job import profile_of
 from cases.workers import rank
-from offbeat import Strategy
+from offbeat import Planned, Strategy
 from offbeat.core.transport.failure_detector import IN_SCRIPT
 
 STEPS = 5
@@ -216,7 +216,7 @@ def ends(cases: list[tuple[Strategy, int, bool]]) -> list[str]:
     for strategy, iterations, is_last in cases:
         model, optimizer = build(0.0)
         require_group()
-        profile = profile_of(model) if strategy.needs.profile else None
+        profile = profile_of(model) if isinstance(strategy, Planned) else None
         mine, steps = offbeat.prepare(model, optimizer, strategy, profile=profile, timeout_s=20.0)
         for t in range(iterations):
             if t == iterations - 1 and not is_last:

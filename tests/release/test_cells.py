@@ -10,6 +10,7 @@ from cases.synthetic_runs import profile
 from cases.tiny_runs import record, write_tiny
 
 from offbeat.core.derive.broadcast import with_broadcast
+from offbeat.core.strategy.interface import Planned
 from offbeat.core.strategy.parsing import parse
 from offbeat.experiments.predictions import predict
 
@@ -23,7 +24,7 @@ YES = {"iterations": [*range(22)], "by_vote": BY_VOTE, **BYTES}
 def measured_run(cell, directory):
     """Write the run directory of a cell as `compare` does, with a plan that has a broadcast."""
     strategy, facts = parse(cell.strategy), profile(world_size=cell.hosts)
-    plan = strategy.plan(facts) if strategy.needs.profile else None
+    plan = strategy.plan(facts) if isinstance(strategy, Planned) else None
     votes = YES if strategy.name == "selsync" else {}
     records = [record(rank, ENDS_S, votes=votes) for rank in range(cell.hosts)]
     write_tiny(

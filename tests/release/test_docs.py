@@ -6,7 +6,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
@@ -32,6 +32,7 @@ from cases.strategy_lists import ALL
 from harness.ranks import run_ranks
 
 from offbeat import metrics
+from offbeat.core.strategy.interface import setting_fields
 from offbeat.lab import Cluster
 from offbeat.profile import Bucket, Link, Profile
 from offbeat.strategies import PartialSync
@@ -196,7 +197,7 @@ def test_the_pages_of_strategies(site):
         assert "$ offbeat " in re.sub(r"<[^>]+>", "", text), name
         (shown, *_) = re.findall(r'<img alt="[^"]+" src="\.\./(pictures/[^"]+)"', text)
         assert '<rect class="box ' in (site / shown).read_text(), name
-        for field in fields(strategy):
+        for field in setting_fields(strategy):
             assert f"<td><code>{field.name}</code></td>" in text, (name, field.name)
         assert strategy.citation.partition(",")[0] in text, name
         for title in ("when-to-take-it", "schedule", "settings", "source"):
@@ -272,4 +273,4 @@ def test_meanings_of_settings():
     meanings = docs_script("_views").meanings
     assert meanings(More) == {"a": "First, on two lines.", "c": "Third."}
     for strategy in ALL.values():
-        assert set(meanings(strategy)) >= {field.name for field in fields(strategy)}
+        assert set(meanings(strategy)) >= {field.name for field in setting_fields(strategy)}

@@ -6,10 +6,11 @@ import ast
 import inspect
 import textwrap
 from collections.abc import Iterator
-from dataclasses import fields, is_dataclass
+from dataclasses import is_dataclass
 from itertools import pairwise
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from offbeat.core.strategy.interface import setting_fields
 from offbeat.strategies import OuterSGD, Strategy
 
 INDENT = " " * 4
@@ -36,7 +37,7 @@ def record_of(name: str, cls: type[Strategy]) -> dict[str, Any]:
 
 def short_text(name: str, cls: type[Strategy]) -> str:
     """Return the lines of a strategy in the list of all: defaults, summary and source."""
-    shown = ", ".join(f"{field.name}={field.default}" for field in fields(cls))
+    shown = ", ".join(f"{field.name}={field.default}" for field in setting_fields(cls))
     summary = record_of(name, cls)["summary"]
     return f"{name}  {shown}\n{INDENT}{summary}\n{INDENT}{cls.citation}"
 
@@ -55,7 +56,7 @@ def full_text(name: str, cls: type[Strategy], width: int) -> str:
     lines += _wrap(f"Computes {same}. Source: {cls.citation}.", width, INDENT)
     if cls.unadvised:
         lines += _wrap(f"Never advised: {cls.unadvised}.", width, INDENT)
-    settings = fields(cls)
+    settings = setting_fields(cls)
     if not settings:
         return "\n".join([*lines, "", "It has no settings."])
     lines += ["", "Settings with their defaults (change one with --set NAME=VALUE):"]
@@ -83,13 +84,15 @@ def _meanings(cls: type[Strategy]) -> dict[str, str]:
                     ast.Expr(value=ast.Constant(value=str(text))),
                 ):
                     told[name] = " ".join(text.split())
-    return {field.name: told[field.name] for field in fields(cls) if field.name in told}
+    return {field.name: told[field.name] for field in setting_fields(cls) if field.name in told}
 
 
 def _values(cls: type[Strategy]) -> dict[str, str]:
     """Return a phrase for the possible values of each setting."""
     hints = get_type_hints(cls)
-    return {field.name: " or ".join(_value_words(hints[field.name])) for field in fields(cls)}
+    return {
+        field.name: " or ".join(_value_words(hints[field.name])) for field in setting_fields(cls)
+    }
 
 
 def _value_words(hint: Any) -> Iterator[str]:

@@ -30,7 +30,7 @@ from offbeat.cli.output import print_result, terminal_width
 from offbeat.core.files import write_text
 from offbeat.core.guards.script_usage import strategy_that_runs
 from offbeat.core.profile import Profile
-from offbeat.core.strategy.interface import Strategy
+from offbeat.core.strategy.interface import Strategy, planned
 from offbeat.core.strategy.parsing import text_of
 from offbeat.experiments.advice import MAX_STALENESS
 from offbeat.strategies import find, strategy_names
@@ -55,7 +55,7 @@ def plan(
     Example: offbeat plan --profile profile.json --strategy dreamddp --set period=5
     """
     facts, chosen = texts.load_profile(profile), texts.strategy(strategy, set_)
-    made = chosen.plan(facts)
+    made = planned(chosen).plan(facts)
     if out is not None:
         write_text(out, json.dumps(made.to_dict(), indent=1))
     shown = [

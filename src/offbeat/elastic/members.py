@@ -24,7 +24,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from offbeat.core.derive import effects
 from offbeat.core.plan import INSIDE, Plan, base_link
 from offbeat.core.plan.types import moment_of
-from offbeat.core.strategy.interface import Strategy, require_choice, require_count
+from offbeat.core.strategy.interface import Planned, Strategy, require_choice, require_count
 from offbeat.core.transport.addresses import parse_address
 from offbeat.core.transport.gloo_devices import share_devices
 from offbeat.core.transport.interfaces import LinkSpec, group_environment, own_address
@@ -572,7 +572,7 @@ def is_running(state: MembershipState) -> bool:
 
 def require_supported_strategy(strategy: Strategy) -> None:
     """Raise ValueError if a strategy cannot run while members change."""
-    if type(strategy).open is not Strategy.open:
+    if type(strategy).open is not Planned.open:
         raise ValueError(
             f"strategy ({strategy}) must be one with a plan where members change, such as "
             "dreamddp:period=8, local-sgd:period=8 or wfbp"

@@ -18,7 +18,7 @@ from offbeat.core.runtime.flat_session import FlatSession
 from offbeat.core.runtime.plan_choice import iterations_between_boundaries
 from offbeat.core.runtime.recording import MemberChange, joined_processes
 from offbeat.core.runtime.training_job import TrainingJob
-from offbeat.core.strategy.interface import Strategy
+from offbeat.core.strategy.interface import Planned
 from offbeat.elastic import feed as member_feed
 from offbeat.elastic.changes import MemberChanges
 from offbeat.elastic.profile import for_members
@@ -41,7 +41,7 @@ class MemberSession(FlatSession):
         samples: samples that this member reads; None before `read_samples`.
     """
 
-    def __init__(self, strategy: Strategy, job: TrainingJob, flat: Flat) -> None:
+    def __init__(self, strategy: Planned, job: TrainingJob, flat: Flat) -> None:
         super().__init__(strategy, job, flat)
         assert job.member is not None
         self._member = job.member

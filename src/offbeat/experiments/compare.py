@@ -22,6 +22,7 @@ from offbeat.core.sim.prediction import RANDOM_ITERATIONS
 from offbeat.core.sim.trace import whole_periods
 from offbeat.core.start.launch_request import STRATEGY_VARIABLE
 from offbeat.core.start.named_strategy import NamedStrategy
+from offbeat.core.strategy.interface import Planned
 from offbeat.experiments import report
 from offbeat.experiments.comparison import Comparison, Contestant, Setup
 from offbeat.experiments.launcher import AGAIN, MUST_PREPARE, Launcher, Outcome
@@ -276,7 +277,7 @@ class _ComparisonRun(Launcher):
             self.progress.print_line(f"{label}: predicted after its run, from the plan that runs")
             return True
         setup, folder = self.setup, self.run_dir / label
-        ranks = None if strategy.needs.profile else setup.ranks
+        ranks = None if isinstance(strategy, Planned) else setup.ranks
         try:
             seconds = predict(strategy, profile, folder, servers=setup.servers, ranks=ranks)
         except ValueError as error:
@@ -401,7 +402,7 @@ class _ComparisonRun(Launcher):
                     f"{iterations} that have run"
                 )
             return
-        if not strategy.needs.profile:
+        if not isinstance(strategy, Planned):
             return
         executed = next(iter(sorted(directory.glob("rep*/plan.json"))), None)
         if executed is None:

@@ -14,11 +14,11 @@ from offbeat.core.profile import Profile
 from offbeat.core.sim import Votes
 from offbeat.core.sim.ranks import Ranks
 from offbeat.core.sim.trace import whole_periods
+from offbeat.core.strategy.interface import Planned, Strategy, planned
 from offbeat.experiments.comparison import Contestant
 from offbeat.experiments.device_speed import Compute, DeviceSpeed
 from offbeat.experiments.new_run import SKIP, write_json
 from offbeat.experiments.record import record_file
-from offbeat.strategies import Strategy
 
 
 def predict(
@@ -51,11 +51,11 @@ def predict(
         ValueError: the strategy has no plan for this profile.
     """
     skip = 0 if iterations is None else SKIP
-    if strategy.needs.profile:
+    if isinstance(strategy, Planned):
         if plan is None:
             with suppress(ValueError):  # other arguments may let the strategy run nevertheless
                 strategy = strategy_that_runs(strategy, profile)
-            plan = strategy.plan(profile)
+            plan = planned(strategy).plan(profile)
         if known := [len(v) for v in (votes or {}).values() if not isinstance(v, (int, float))]:
             skip = whole_periods(SKIP, plan.period, min(known))
     prediction = sim.predict(

@@ -135,7 +135,7 @@ class GossipSetup:
             AVERAGING,
             snapshot=strategy.weights == "snapshot",
             momentum=strategy.momentum,
-            mixed=strategy.exchange == "after_mixing",
+            mixed=strategy.mixes_first,
             device=cluster.device,
         )
 

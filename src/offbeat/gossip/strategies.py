@@ -52,11 +52,8 @@ class Gossip(Strategy):
     unadvised: ClassVar[str] = (
         "replicas differ until the end of training, as only pairs of workers average"
     )
-    needs: ClassVar[Needs] = Needs(
-        profile=False, allows_joining=True, survives_ranks=True, one_optimizer=True
-    )
+    needs: ClassVar[Needs] = Needs(allows_joining=True, survives_ranks=True, one_optimizer=True)
     momentum: ClassVar[bool]  # whether there is a second copy x~ of the parameters
-    exchange: ClassVar[str] = "after_mixing"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -84,11 +81,10 @@ class Gossip(Strategy):
         """Return the codec of changes; None if parameters are sent, unchanged or rounded."""
         return None if self.wire == BF16.name else codec_of(self.wire)
 
-    def schedule(self, profile: Profile) -> Plan:
-        raise ValueError(
-            f"{self.name} has no plan: its workers exchange in pairs when it suits them; `offbeat "
-            "graph` tells how fast they agree"
-        )
+    @property
+    def mixes_first(self) -> bool:
+        """Return whether parameters and their second copy mix before an exchange."""
+        return True
 
     @property
     def applies_late(self) -> bool:
@@ -124,13 +120,9 @@ class Gossip(Strategy):
     def predict(
         self, profile: Profile, conditions: Conditions, ran: Plan | None = None
     ) -> Prediction:
-        """Return the predicted timeline."""
         from offbeat.gossip.prediction import predict_gossip
 
         return predict_gossip(self, profile, conditions)
-
-    def vote_names(self, profile: Profile) -> Sequence[str]:
-        return ()
 
 
 @dataclass(frozen=True)
@@ -143,7 +135,7 @@ class A2CiD2(Gossip):
     Source: Nabli, Belilovsky, Oyallon, A2CiD2, NeurIPS 2023.
     """
 
-    exchange: Literal["after_mixing", "before_mixing"] = "after_mixing"  # type: ignore[misc]
+    exchange: Literal["after_mixing", "before_mixing"] = "after_mixing"
     """Whether parameters and copy mix before each exchange (`after_mixing`) or after it
     (`before_mixing`, Algorithm 1 of the paper, which reaches agreement more slowly)."""
 
@@ -153,6 +145,10 @@ class A2CiD2(Gossip):
         "Nabli, Belilovsky, Oyallon, A2CiD2: Accelerating asynchronous communication in "
         "decentralized deep learning, NeurIPS 2023"
     )
+
+    @property
+    def mixes_first(self) -> bool:
+        return self.exchange == "after_mixing"
 
 
 @dataclass(frozen=True)

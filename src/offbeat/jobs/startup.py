@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from offbeat.core.profile import Profile
-from offbeat.core.strategy.interface import Strategy
+from offbeat.core.strategy.interface import Planned, Strategy
 from offbeat.core.transport.cluster import Cluster
 from offbeat.core.transport.topology import Topology
 from offbeat.jobs.machine_load import describe_foreign
@@ -29,7 +29,7 @@ def startup_message(
         how = ", profile given"
         if known.foreign_share:
             how += f", which was disturbed: {describe_foreign(known.foreign_share)}"
-    elif strategy.needs.profile and strategy.needs.measures:
+    elif isinstance(strategy, Planned) and strategy.needs.measures:
         how = f", observing {observe} iterations"
     return f"{strategy}, {ranks} rank{'s' * (ranks > 1)}, {links}{how}"
 
@@ -111,7 +111,7 @@ def _nodes_notice(environ: Mapping[str, str], strategy: Strategy, ranks: int) ->
     if not local.isdigit() or not 1 < int(local) < ranks:
         return None
     remedy = "start one rank per node, or use a strategy such as dreamddp with nodes='auto'"
-    if type(strategy).open is Strategy.open:
+    if type(strategy).open is Planned.open:
         remedy = (
             "give nodes='auto': the ranks of a node then share a replica, and each message crosses "
             "that network once per node"

@@ -11,7 +11,7 @@ from offbeat.core.profile import Profile
 from offbeat.core.sim import Prediction, predict, simulate
 from offbeat.core.sim.simulation import MAX_RANKS
 from offbeat.core.sim.trace import Span, Trace, shift_span
-from offbeat.core.strategy.interface import Strategy
+from offbeat.core.strategy.interface import Strategy, planned
 from offbeat.rehearsal.job import Run
 
 PERIODS = 3  # last periods whose spans are kept
@@ -65,7 +65,7 @@ def simulate_run(run: Run, strategy: Strategy, profile: Profile, *, seed: int = 
         seed: seed of the jitter.
     """
     courses, log = run.courses, run.logs[0]
-    there = strategy.participants(profile)
+    there = planned(strategy).participants(profile)
     iterations = len(log.losses)
     parts: list[Trace] = []
     votes: Mapping[str, list[bool]] = {}

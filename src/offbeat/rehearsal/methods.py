@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from offbeat.core.profile import Profile
+from offbeat.core.strategy.interface import Planned
 from offbeat.core.strategy.parsing import text_of
 from offbeat.core.strategy.registry import BASELINE, create
 from offbeat.experiments.advice.methods import ALONE
@@ -216,7 +217,7 @@ def rehearse_methods(
         )
         return rehearse_script(rehearsal, folder, progress, resume=resume)
 
-    planned = [one for one in predicted.learnt_differently if one.needs.profile]
+    planned = [one for one in predicted.learnt_differently if isinstance(one, Planned)]
     contestants = tuple(map(Contestant.of, planned))
     outcomes = [rehearse(contestants, place.profile, run_dir, resume=resume)]
     curves = {text_of(c.strategy): outcomes[0].curves.get(c.label, []) for c in contestants}

@@ -24,7 +24,7 @@ from offbeat.core.profile import Profile
 from offbeat.core.profile.elsewhere import extrapolate
 from offbeat.core.runtime.training_job import Watch
 from offbeat.core.sim import Prediction
-from offbeat.core.strategy.interface import Strategy, require_count
+from offbeat.core.strategy.interface import Planned, Strategy, require_count
 from offbeat.core.strategy.parsing import parse
 from offbeat.experiments.report.headline import REHEARSED
 from offbeat.jobs.words import loss_text
@@ -241,7 +241,7 @@ def model_loss(model: nn.Module, batch: Any) -> Tensor:
 
 def require_plan(strategy: Strategy) -> None:
     """Raise ValueError for a strategy whose workers go at their own pace."""
-    if not strategy.needs.profile:
+    if not isinstance(strategy, Planned):
         raise ValueError(
             f"strategy ({strategy}) must be one with a plan in a rehearsal, because the times of "
             "its messages determine its losses; train it on emulated hosts with `offbeat compare`"

@@ -26,7 +26,7 @@ from offbeat.core.runtime.recording import Recorder
 from offbeat.core.runtime.session import Session
 from offbeat.core.runtime.training_job import Observation, RankRoles, TrainingJob, Watch
 from offbeat.core.start.launch_request import LaunchRequest
-from offbeat.core.strategy.interface import Strategy
+from offbeat.core.strategy.interface import Strategy, planned
 from offbeat.core.transport.device import device_of
 from offbeat.core.transport.topology import AUTO, Topology
 from offbeat.experiments.record.recorder import VoteLog
@@ -301,7 +301,7 @@ class Replica:
             RankRoles(range(self.ranks), range(self.ranks, self.ranks)),
             self.recorder,
         )
-        self.session = session = open_plan_session(self.strategy, job)
+        self.session = session = open_plan_session(planned(self.strategy), job)
         session.strategy, session.saver = str(self.strategy), DiscardingSaver()
         session.observers.add(self.recorder)
         if self.last_iteration is not None:

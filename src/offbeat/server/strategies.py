@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from offbeat.core.plan import Buffer
@@ -51,9 +51,7 @@ class SSP(Strategy):
     name: ClassVar[str] = "ssp"
     synchronous: ClassVar[bool] = False
     unadvised: ClassVar[str] = "it needs further machines as servers"
-    needs: ClassVar[Needs] = Needs(
-        profile=False, servers=True, one_optimizer=True, no_checkpoint=NO_CHECKPOINT
-    )
+    needs: ClassVar[Needs] = Needs(servers=True, one_optimizer=True, no_checkpoint=NO_CHECKPOINT)
     citation: ClassVar[str] = (
         "Ho et al., More effective distributed ML via a stale synchronous parallel parameter "
         "server, NIPS 2013; servers: Li et al., OSDI 2014"
@@ -88,12 +86,6 @@ class SSP(Strategy):
         """
         return clock * self.accumulate
 
-    def schedule(self, profile: Profile) -> Plan:
-        raise ValueError(
-            f"{self.name} has no plan: its workers go at their own pace; `offbeat simulate` "
-            "predicts it"
-        )
-
     def bound_s(self, profile: Profile) -> float:
         """Return the seconds per iteration of the slowest rank without any communication.
 
@@ -117,9 +109,6 @@ class SSP(Strategy):
             raise ValueError(f"votes ({conditions.votes}) must be left out: {self} has none")
         return predict_served(self, profile, conditions)
 
-    def vote_names(self, profile: Profile) -> Sequence[str]:
-        return ()
-
 
 @dataclass(frozen=True)
 class PSBSP(SSP):
@@ -130,8 +119,8 @@ class PSBSP(SSP):
     and `apply` remain.
     """
 
-    s: ClassVar[int] = 0  # type: ignore[misc] # a constant, not a setting
-    apply: ClassVar[Literal["clock", "push"]] = "clock"  # type: ignore[misc]
+    s: int = field(default=0, init=False)
+    apply: Literal["clock", "push"] = field(default="clock", init=False)
 
     name: ClassVar[str] = "ps-bsp"
     synchronous: ClassVar[bool] = True

@@ -6,9 +6,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from offbeat.core.strategy.interface import (
-    Monitor,
     Needs,
-    StatePolicy,
+    Planned,
     Strategy,
     periodic_bound_s,
     require_choice,
@@ -23,13 +22,13 @@ from offbeat.core.strategy.registry import (
     setting_names,
     strategy_names,
 )
+from offbeat.strategies.equations import StatePolicy
 
 if TYPE_CHECKING:
     from offbeat.gossip.strategies import ADPSGD, A2CiD2
     from offbeat.server.strategies import PSBSP, SSP
     from offbeat.strategies.asc_wfbp import ASCWFBP
     from offbeat.strategies.bsp import BSP
-    from offbeat.strategies.bytescheduler import ByteScheduler
     from offbeat.strategies.cyclic import Cyclic
     from offbeat.strategies.ddp import DDP
     from offbeat.strategies.dear import DeAR
@@ -39,10 +38,9 @@ if TYPE_CHECKING:
     from offbeat.strategies.fedavg import FedAvg
     from offbeat.strategies.local_sgd import LocalSGD
     from offbeat.strategies.outer_optimizer import OuterSGD
-    from offbeat.strategies.p3 import P3
     from offbeat.strategies.partial_sync import PartialSync
+    from offbeat.strategies.priorities import P3, ByteScheduler, USByte
     from offbeat.strategies.selsync import SelSync
-    from offbeat.strategies.us_byte import USByte
     from offbeat.strategies.wfbp import WFBP
 
 _MODULES = {"OuterSGD": "offbeat.strategies.outer_optimizer"}
@@ -79,10 +77,10 @@ __all__ = [
     "DreamDDP",
     "FedAvg",
     "LocalSGD",
-    "Monitor",
     "Needs",
     "OuterSGD",
     "PartialSync",
+    "Planned",
     "SelSync",
     "StatePolicy",
     "Strategy",

@@ -13,15 +13,10 @@ from typing import ClassVar, Literal
 
 from offbeat.core.plan import Kind, Plan
 from offbeat.core.profile import Profile
-from offbeat.core.strategy.interface import (
-    StatePolicy,
-    Strategy,
-    periodic_bound_s,
-    require_count,
-)
+from offbeat.core.strategy.interface import Planned, periodic_bound_s, require_count
 from offbeat.strategies.compressible import Wired
-from offbeat.strategies.equations import Outer
-from offbeat.strategies.outer_optimizer import OuterSGD, equations_of, outer_of, with_outer
+from offbeat.strategies.equations import StatePolicy
+from offbeat.strategies.outer_optimizer import Outer, OuterSGD, equations_of, outer_of, with_outer
 
 EVERY_ITERATION = "use BSP() to synchronize in every iteration"
 
@@ -81,7 +76,7 @@ class Layerwise(Averaging):
         """Time of a layer's average relative to its update."""
         return "after_update" if self.average == "auto" else self.average
 
-    def at_step(self) -> Strategy | None:
+    def at_step(self) -> Planned | None:
         return replace(self, average="before_update") if self.when == "after_update" else None
 
     @property

@@ -25,7 +25,7 @@ from offbeat.core.profile import Profile
 from offbeat.core.sim import predict_plan
 from offbeat.core.strategy.interface import require_choice, require_count
 from offbeat.strategies.compressible import Wired
-from offbeat.strategies.equations import Equations, cyclic
+from offbeat.strategies.equations import Equations, World
 from offbeat.strategies.solvers.stages import cut
 
 END = Moment("end")
@@ -471,3 +471,36 @@ def _table(given: Any) -> Table | None:
             "((0, 1), (1, 1))"
         )
     return rows
+
+
+def cyclic(
+    stages: Sequence[range], fresh: Callable[[int, int, int], bool], skipped: int = 0
+) -> Equations:
+    """Return the equations of cyclic data parallelism.
+
+    `w_(t+1) = w_t - rate / N * sum_i grad f_i(w^_(i,t))`, where stage j of `w^_(i,t)` is w_t if
+    `fresh(t, i, j)`, otherwise w_(t-1). w_-1 = w_0.
+
+    Args:
+        stages: runs of buckets.
+        fresh: function of (iteration t, replica i, stage j).
+        skipped: number of initial iterations without an update.
+    """
+    last: list[Any] = []
+
+    def advance(world: World, iteration: int) -> None:
+        newest = last[0] if last else world.keep()
+        world.gradients(iteration)
+        world.average("grad")
+        for rank in range(world.size):
+            world.use(rank, None, newest)
+        if iteration >= skipped:
+            world.step()
+        last[:] = [world.keep()]
+        for rank in range(world.size):
+            for stage, run in enumerate(stages):
+                if not fresh(iteration + 1, rank, stage):
+                    world.use(rank, Payload("param", run), newest)
+        world.end()
+
+    return advance

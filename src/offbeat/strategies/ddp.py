@@ -12,7 +12,7 @@ from offbeat.core.plan import Buffer, Plan
 from offbeat.core.profile import Profile
 from offbeat.core.profile.elsewhere import extrapolate, repeated_ranks
 from offbeat.core.sim import simulate
-from offbeat.core.strategy.interface import Needs, Strategy, synchronous_bound_s
+from offbeat.core.strategy.interface import Needs, Planned, Strategy, synchronous_bound_s
 from offbeat.strategies.equations import Equations, synchronous
 from offbeat.strategies.solvers import cap_fusion, fusion_finish
 from offbeat.strategies.wfbp import (
@@ -32,7 +32,7 @@ SIMULTANEOUS = 2  # all_reduces that gloo executes at the same time, by default
 
 
 @dataclass(frozen=True)
-class DDP(Strategy):
+class DDP(Planned):
     """torch's own `DistributedDataParallel`, with a configurable bucket cap.
 
     The plan describes the communication of DDP for predictions only.

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import ClassVar
 
 from offbeat.core.plan import Fact, Moment, Payload, Phases, Plan, Transfer, Verb, local
 from offbeat.core.profile import Profile
-from offbeat.core.strategy.interface import Strategy, require_count
-from offbeat.strategies.compressible import NONE, Synchronous
-from offbeat.strategies.slices import Update, compute_of
+from offbeat.core.strategy.interface import require_count
+from offbeat.strategies.compressible import NONE
+from offbeat.strategies.priorities import Prioritized, compute_of
 from offbeat.strategies.solvers import Fusion, cap_fusion, fusion_finish
 from offbeat.strategies.wfbp import message_seconds
 
 
 @dataclass(frozen=True)
-class DeAR(Synchronous):
+class DeAR(Prioritized):
     """Split each all-reduce: reduce-scatter under backward, all-gather under the next forward.
 
     Groups of neighbouring buckets are reduce-scattered as soon as their gradients exist. The step
@@ -33,9 +33,6 @@ class DeAR(Synchronous):
 
     fusion_bytes: int | None = None
     """Size at which a group of buckets is closed; 1: no fusion; None: tuned by equations."""
-    update: Update = "on_arrival"
-    """Time of the updates: when the all-gather of a group has completed (`on_arrival`), or in
-    `optimizer.step()` (`at_step`), for scripts that clip or read gradients before the step."""
 
     name: ClassVar[str] = "dear"
     citation: ClassVar[str] = (
@@ -89,9 +86,6 @@ class DeAR(Synchronous):
 
         caps = {max(total, 1) for total in (1, *accumulate(sizes))}
         return min(sorted(caps, reverse=True), key=end_s)
-
-    def at_step(self) -> Strategy | None:
-        return replace(self, update="at_step") if self.update == "on_arrival" else None
 
     def bound_s(self, profile: Profile) -> float:
         """Return `max(B, C_1) + max(F, C_2)`, where the update is part of F.

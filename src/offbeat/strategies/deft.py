@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 from offbeat.core.derive import effects
 from offbeat.core.plan import Apply, Buffer, Fact, Merge, Moment, Phases, Plan, Transfer, local
 from offbeat.core.profile import GradientNoise, Profile
-from offbeat.core.strategy.interface import Monitor, Strategy, require_count
+from offbeat.core.strategy.interface import Planned, Strategy, require_count
 from offbeat.strategies.compressible import Wired
 from offbeat.strategies.deft_search import Choice, Search, Sized, ready_s_of
-from offbeat.strategies.equations import Equations, closing, merged, synchronous
+from offbeat.strategies.equations import Equations, World, synchronous
 from offbeat.strategies.solvers import preserver
 from offbeat.strategies.solvers import queues as deft
 from offbeat.strategies.solvers.window_messages import Messages, NoWindowError
@@ -166,9 +166,9 @@ class DeFT(Wired):
         rate = sum(1 / seconds if seconds else math.inf for seconds in per_update_s)
         return max(local_s + profile.update_s / self.most_merged, 1 / rate / self.most_merged)
 
-    def monitor(self) -> Monitor | None:
+    def fallback(self) -> Planned | None:
         fallback = WFBP(wire=self.wire, error_feedback=self.error_feedback)
-        return Monitor(fallback) if self.preserver else None
+        return fallback if self.preserver else None
 
     def _count_messages(self, profile: Profile, forward: int, backward: int) -> Choice:
         links = [profile.default_link.name]
@@ -315,3 +315,38 @@ def _iterations_to_close(iterations: Sequence[deft.Iteration], start: int) -> li
     for iteration in reversed(iterations):
         result.append(0 if iteration.closes else result[-1] + 1)
     return result[::-1]
+
+
+def merged(closes: Callable[[int], bool], merge: Merge = "sum") -> Equations:
+    """Return the equations of merged gradients with a late update.
+
+    Gradients are added up until an iteration closes their window. When the next window closes,
+    their mean over replicas is applied. No optimizer steps in between.
+
+    Args:
+        closes: function of an iteration that returns whether it closes a window.
+        merge: "sum" or "mean" over the iterations of a window.
+    """
+
+    def advance(world: World, iteration: int) -> None:
+        world.gradients(iteration)
+        world.add_up()
+        if not closes(iteration):
+            return
+        if world.recall(merge):
+            world.average("grad")
+            world.step()
+            world.end()
+        world.close()
+
+    return advance
+
+
+def closing(plan: Plan) -> Callable[[int], bool]:
+    """Return a function of an iteration that returns whether it closes a window of the plan.
+
+    Args:
+        plan: plan with accumulation windows.
+    """
+    phases = {p for apply in plan.applies if effects.is_window_end(apply) for p in apply.phases}
+    return lambda iteration: plan.phase(iteration) in phases

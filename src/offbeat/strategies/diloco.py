@@ -10,7 +10,7 @@ from typing import ClassVar, Literal
 from offbeat.core.plan import Moment, Plan
 from offbeat.core.profile import Profile
 from offbeat.core.sim import predict_plan
-from offbeat.core.strategy.interface import Strategy, require_count
+from offbeat.core.strategy.interface import Planned, require_count
 from offbeat.strategies.averaging import Layerwise
 from offbeat.strategies.dreamddp import DreamDDP
 from offbeat.strategies.dreamddp import candidates as ways
@@ -24,10 +24,10 @@ from offbeat.strategies.dreamddp.late import (
     spread,
     with_idle_steps,
 )
-from offbeat.strategies.equations import Equations, delayed, layer_sets, partial
+from offbeat.strategies.equations import Equations
 from offbeat.strategies.local_sgd import LocalSGD
 from offbeat.strategies.outer_optimizer import OuterSGD, is_real, with_outer
-from offbeat.strategies.pieces import Piece
+from offbeat.strategies.pieces import Piece, delayed, layer_sets, partial
 from offbeat.strategies.solvers.stages import cut
 
 
@@ -181,7 +181,7 @@ class DiLoCo(Layerwise):
     def _job(self, profile: Profile) -> Planning:
         return Planning(self.name, profile, self.period, self.when, "local", self.delay)
 
-    def at_step(self) -> Strategy | None:
+    def at_step(self) -> Planned | None:
         early = self.when == "after_update"
         if self.due == "forward" and self.fragments != 1 and not self.delay:
             return replace(self, average="before_update", due="end")

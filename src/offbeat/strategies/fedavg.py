@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import inf
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from offbeat.core.plan import Apply, Fact, Moment, Phases, Plan, local
 from offbeat.core.profile import Profile
 from offbeat.core.rules.select import draw_samples
-from offbeat.core.strategy.interface import StatePolicy, periodic_bound_s, require_count
+from offbeat.core.strategy.interface import periodic_bound_s, require_count
 from offbeat.strategies.averaging import kinds_of
 from offbeat.strategies.bsp import averages
 from offbeat.strategies.compressible import Wired
-from offbeat.strategies.equations import Equations, federated
+from offbeat.strategies.equations import Equations, StatePolicy, World, average_piece
 
-LOCAL_STEPS = 5
 STEP, END = Moment("step"), Moment("end")
 
 
@@ -34,13 +33,9 @@ class FedAvg(Wired):
 
     fraction: float = 1.0
     """C: share of the workers that is drawn for each round."""
-    local_steps: int | tuple[int, ...] | None = None
-    """Steps of a round: one number, or one per worker (`2/5`); None: 5, or derived from
-    `epoch_share`."""
-    epoch_share: float | None = None
-    """E: length of a round as a share of an epoch, such as .25."""
-    steps_per_epoch: int | tuple[int, ...] | None = None
-    """Iterations of an epoch: one number, or one per worker; required with `epoch_share`."""
+    local_steps: int | tuple[int, ...] = 5
+    """Steps of a round: one number, or one per worker (`2/5`). For rounds of a share E of an epoch,
+    as in the paper, it is E times the iterations of an epoch."""
     samples: tuple[float, ...] | None = None
     """Weight of each worker in the average (`100/250`); None: equal weights."""
     seed: int = 0
@@ -64,46 +59,19 @@ class FedAvg(Wired):
                 f"fraction ({self.fraction}) must lie above 0 and be at most 1; 1 averages all "
                 "workers"
             )
-        for name in ("local_steps", "steps_per_epoch"):
-            object.__setattr__(self, name, _validate_counts(name, getattr(self, name)))
-        self._require_one_length()
+        if isinstance(self.local_steps, list):  # from JSON
+            object.__setattr__(self, "local_steps", tuple(self.local_steps))
+        if self.local_steps == ():
+            raise ValueError("local_steps (()) must have one number per worker, such as (2, 5)")
+        for count in self._all_steps:
+            require_count("local_steps", count)
         require_count("seed", self.seed, least=0)
         object.__setattr__(self, "samples", _validate_samples(self.samples))
 
-    def _require_one_length(self) -> None:
-        if self.epoch_share is None:
-            if self.steps_per_epoch is not None:
-                raise ValueError(
-                    f"steps_per_epoch ({self.steps_per_epoch}) must come with epoch_share; "
-                    "without it give local_steps"
-                )
-            return
-        if not 0 < self.epoch_share < inf:
-            raise ValueError(
-                f"epoch_share ({self.epoch_share}) must be a number above 0; .25 makes four "
-                "rounds per epoch"
-            )
-        if self.local_steps is not None or self.steps_per_epoch is None:
-            raise ValueError(
-                f"epoch_share ({self.epoch_share}) must come with steps_per_epoch and without "
-                "local_steps; give the iterations of an epoch, or local_steps alone"
-            )
-
     @property
-    def round_steps(self) -> int | tuple[int, ...]:
-        """Local steps of a round: one number for all workers, or one per worker."""
-        if self.epoch_share is None:
-            return self.local_steps or LOCAL_STEPS
-        assert self.steps_per_epoch is not None
-        if isinstance(self.steps_per_epoch, int):
-            return max(1, round(self.epoch_share * self.steps_per_epoch))
-        return tuple(max(1, round(self.epoch_share * steps)) for steps in self.steps_per_epoch)
-
-    @property
-    def _round_iterations(self) -> int:
-        """Iterations of a round."""
-        steps = self.round_steps
-        return steps if isinstance(steps, int) else max(steps)
+    def _all_steps(self) -> tuple[int, ...]:
+        """Numbers of steps; a round has as many iterations as the largest."""
+        return self.local_steps if isinstance(self.local_steps, tuple) else (self.local_steps,)
 
     def counts(self, workers: int) -> tuple[float, ...]:
         """Return the samples of every worker.
@@ -120,7 +88,7 @@ class FedAvg(Wired):
 
     def schedule(self, profile: Profile) -> Plan:
         everything, workers = range(len(profile.buckets)), profile.world_size
-        samples, last = self.counts(workers), Phases([self._round_iterations - 1])
+        samples, last = self.counts(workers), Phases([max(self._all_steps) - 1])
         kinds, steps = kinds_of(self.state), self.steps(workers)
         uneven = len(set(steps)) > 1
         applies: list[Apply] = []
@@ -140,7 +108,7 @@ class FedAvg(Wired):
             len(everything),
             tuple(transfers),
             tuple(applies),
-            period=self._round_iterations,
+            period=max(self._all_steps),
             facts=tuple(facts if uneven else ()),
         )
 
@@ -153,25 +121,24 @@ class FedAvg(Wired):
         Raises:
             ValueError: the setting has another number of entries.
         """
-        steps = self.round_steps
-        if isinstance(steps, int):
-            return (steps,) * workers
-        _require_one_each("steps_per_epoch" if self.epoch_share else "local_steps", steps, workers)
-        return steps
+        if not isinstance(self.local_steps, tuple):
+            return (self.local_steps,) * workers
+        _require_one_each("local_steps", self.local_steps, workers)
+        return self.local_steps
 
     def equations(self, plan: Plan) -> Equations:
         rules = [apply for apply in plan.applies if apply.arg("samples") is not None]
         if not rules:
-            return federated(self.round_steps, lambda _: None, self.state)
+            return federated(self.local_steps, lambda _: None, self.state)
         samples = rules[0].arg("samples")
         return federated(
-            self.round_steps,
+            self.local_steps,
             lambda done: draw_samples(samples, self.fraction, self.seed, done),
             self.state,
         )
 
     def bound_s(self, profile: Profile) -> float:
-        return periodic_bound_s(profile, self._round_iterations, fused=True)
+        return periodic_bound_s(profile, max(self._all_steps), fused=True)
 
 
 def _updates(everything: range, phases: range, steps: Sequence[int]) -> list[Apply]:
@@ -193,18 +160,6 @@ def _require_one_each(name: str, numbers: Sequence[float], workers: int) -> None
         )
 
 
-def _validate_counts(name: str, given: Any) -> int | tuple[int, ...] | None:
-    """Return a count, or a tuple of counts from a list; raise ValueError if a count is below 1."""
-    each = given if isinstance(given, (list, tuple)) else (given,)
-    for count in each if given is not None else ():
-        require_count(name, count)
-    if isinstance(given, (list, tuple)):
-        if not given:
-            raise ValueError(f"{name} ({given!r}) must have one number per worker, such as (2, 5)")
-        return tuple(given)
-    return given
-
-
 def _validate_samples(samples: Sequence[float] | None) -> tuple[float, ...] | None:
     """Return sample counts as a tuple; raise ValueError unless all are finite and above 0."""
     if samples is None:
@@ -215,3 +170,33 @@ def _validate_samples(samples: Sequence[float] | None) -> tuple[float, ...] | No
             f"samples ({samples}) must be numbers above 0, one per worker, such as (100, 250)"
         )
     return numbers
+
+
+def federated(
+    local_steps: int | Sequence[int],
+    weights: Callable[[int], Sequence[float] | None],
+    state: StatePolicy = "local",
+) -> Equations:
+    """Return the equations of federated averaging: rounds of local steps, then a weighted average.
+
+    After a round, `w = sum_k(n_k w_k) / sum_k(n_k)` on all replicas.
+
+    Args:
+        local_steps: local steps per round, for all replicas or one number for each. A replica
+            with fewer steps waits for the others.
+        weights: function of the number of previous rounds that returns the weights n of the
+            replicas; None for equal weights.
+        state: treatment of the optimizer's state at an average: "local", "averaged" or "reset".
+    """
+    each = None if isinstance(local_steps, int) else local_steps
+    length = local_steps if isinstance(local_steps, int) else max(local_steps)
+
+    def advance(world: World, iteration: int) -> None:
+        world.gradients(iteration)
+        place = iteration % length
+        world.step(None if each is None else [k for k, steps in enumerate(each) if steps > place])
+        if place + 1 == length:
+            average_piece(world, None, state, weights(iteration // length))
+        world.end()
+
+    return advance

@@ -18,13 +18,13 @@ from offbeat.core.derive.deferred import early_remedy
 from offbeat.core.derive.effects import sends_only_gradients
 from offbeat.core.plan import INSIDE, Moment, Payload, Phases, Plan, Transfer
 from offbeat.core.profile import Profile
-from offbeat.core.strategy.interface import Strategy
+from offbeat.core.strategy.interface import Planned
 from offbeat.strategies.wfbp import WFBP
 
 STEP = Moment("step")
 
 
-def two_levels(strategy: Strategy, profile: Profile) -> Plan:
+def two_levels(strategy: Planned, profile: Profile) -> Plan:
     """Return the strategy's plan between replicas, with averages of gradients inside them.
 
     Gradients are averaged inside a replica in every iteration, in the messages of WFBP for the link
@@ -46,7 +46,7 @@ def two_levels(strategy: Strategy, profile: Profile) -> Plan:
     return replace(plan, transfers=inside + plan.transfers, groups=groups)
 
 
-def variant_of(strategy: Strategy, profile: Profile) -> Strategy:
+def variant_of(strategy: Planned, profile: Profile) -> Planned:
     """Return the variant of a strategy that runs between replicas of several ranks.
 
     It is the strategy itself, unless its rules use gradients in backward, before these are averaged
@@ -59,7 +59,7 @@ def variant_of(strategy: Strategy, profile: Profile) -> Strategy:
     return _choose_variant(strategy, profile)[0]
 
 
-def _choose_variant(strategy: Strategy, profile: Profile) -> tuple[Strategy, Plan]:
+def _choose_variant(strategy: Planned, profile: Profile) -> tuple[Planned, Plan]:
     """Return the variant of a strategy and its plan between replicas; see `variant_of`."""
     plan = strategy.plan_of_replicas(profile)
     _require_alike(strategy, plan, profile)
@@ -137,7 +137,7 @@ def _open_phases(bucket: int, plan: Plan) -> Sequence[int]:
     return [phase for phase in plan.phases if phase not in averaged]
 
 
-def _require_alike(strategy: Strategy, plan: Plan, profile: Profile) -> None:
+def _require_alike(strategy: Planned, plan: Plan, profile: Profile) -> None:
     """Raise ValueError unless all replicas have the same part in messages."""
     if plan.source is not None or plan.groups or any(t.ranks is not None for t in plan.transfers):
         raise ValueError(

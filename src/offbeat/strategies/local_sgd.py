@@ -8,12 +8,12 @@ from typing import ClassVar
 
 from offbeat.core.plan import Apply, Moment, Phases, Plan, local
 from offbeat.core.profile import Profile
-from offbeat.core.strategy.interface import StatePolicy, Strategy, require_count
+from offbeat.core.strategy.interface import Strategy, require_count
 from offbeat.strategies.averaging import Averaging, kinds_of
 from offbeat.strategies.bsp import all_gradients, averages
 from offbeat.strategies.compressible import with_wires
-from offbeat.strategies.equations import Equations, local_sgd
-from offbeat.strategies.outer_optimizer import COMMON
+from offbeat.strategies.equations import Equations, StatePolicy, World, average_piece, synchronous
+from offbeat.strategies.outer_optimizer import COMMON, Outer
 from offbeat.strategies.suggestions import periods
 
 STEP, END = Moment("step"), Moment("end")
@@ -76,3 +76,37 @@ class LocalSGD(Averaging):
 
     def equations(self, plan: Plan) -> Equations:
         return local_sgd(self.period, self.warmup, self.state, self.outer_equations)
+
+
+def local_sgd(
+    period: int, warmup: int = 0, state: StatePolicy = "local", outer: Outer | None = None
+) -> Equations:
+    """Return the equations of local SGD: local steps, then `w = mean_k(w_k)` after every
+    `period`-th.
+
+    Args:
+        period: iterations between two averages.
+        warmup: number of synchronous iterations at the start. With `outer`, an average ends
+            them.
+        state: treatment of the optimizer's state at an average: "local", "averaged" or "reset".
+        outer: optimizer that steps on each average; None for none.
+    """
+    first = synchronous()
+
+    def advance(world: World, iteration: int) -> None:
+        if iteration < warmup:
+            first(world, iteration)
+            if outer is not None and iteration + 1 == warmup:
+                world.average("param")
+            return
+        if outer is not None:
+            outer.start(world)
+        world.gradients(iteration)
+        world.step()
+        if (iteration - warmup + 1) % period == 0:
+            average_piece(world, None, state)
+            if outer is not None:
+                outer(world, None)
+        world.end()
+
+    return advance

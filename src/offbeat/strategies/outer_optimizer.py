@@ -7,10 +7,10 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, TypeVar
 
 from offbeat.core.derive import effects
-from offbeat.core.plan import Apply, Buffer, Fact, Phases, Plan
+from offbeat.core.plan import Apply, Buffer, Fact, Payload, Phases, Plan
 from offbeat.core.plan.types import Transfer
 from offbeat.core.profile import Profile
-from offbeat.strategies.equations import Outer
+from offbeat.strategies.equations import Array, World
 
 PLAIN = "plain"
 COMMON = "common"  # parameters of the outer optimizer; anchors of codecs are separate buffers
@@ -178,3 +178,67 @@ def _with_prologue(plan: Plan) -> Plan:
 def is_real(value: Any) -> bool:
     """Return whether the value is an int or a float, but not a bool."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+@dataclass
+class Outer:
+    """SGD with momentum on `d = w~ - mean_k(w_k)`, the change since the common parameters w~.
+
+    `v = momentum v + d; w~ = w~ - lr (d + momentum v)`, without Nesterov `w~ = w~ - lr v`. Workers
+    continue from w~. If the average is of older parameters s_k, workers continue from `w_k = w~ +
+    w_k - s_k`, or with `alpha` from `w_k = alpha w_k + (1 - alpha) w~`.
+
+    Attributes:
+        lr: learning rate.
+        momentum: momentum.
+        nesterov: whether to use Nesterov momentum, as torch defines it.
+        alpha: share of the local parameters that remains; None for none.
+
+    Source: Douillard et al., DiLoCo, 2023, Algorithm 1; Douillard et al., Streaming DiLoCo, 2025.
+    """
+
+    lr: float
+    momentum: float
+    nesterov: bool = True
+    alpha: float | None = None
+
+    def __post_init__(self) -> None:
+        self._common: Any = None
+        self._velocity: Any = None
+
+    def start(self, world: World) -> None:
+        """Store the initial parameters of the replicas as the common parameters, at the first
+        call.
+
+        Args:
+            world: replicas.
+        """
+        if self._common is None:
+            self._common, self._velocity = world.keep(), 0 * world.keep()
+
+    def __call__(self, world: World, piece: Payload | None) -> None:
+        """Step on the average that the replicas hold."""
+        world.change(piece, self._outer_step, self._common, self._velocity)
+
+    def land(self, world: World, piece: Payload, kept: Any) -> None:
+        """Step on the average of snapshots, and merge the result with the weights.
+
+        Args:
+            world: replicas.
+            piece: part of the model.
+            kept: snapshots of the weights of all replicas.
+        """
+
+        def add_outer_step(w: Array, snapshot: Array, common: Array, velocity: Array) -> Array:
+            new = self._outer_step(snapshot, common, velocity)
+            if self.alpha is None:
+                return new + w - snapshot
+            return self.alpha * w + (1 - self.alpha) * new
+
+        world.change(piece, add_outer_step, kept, self._common, self._velocity)
+
+    def _outer_step(self, w: Array, common: Array, velocity: Array) -> Array:
+        d = common - w.mean(axis=0)
+        velocity[...] = self.momentum * velocity + d
+        common -= self.lr * (d + self.momentum * velocity if self.nesterov else velocity)
+        return common

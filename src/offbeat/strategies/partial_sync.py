@@ -7,10 +7,10 @@ from typing import ClassVar
 
 from offbeat.core.plan import Plan
 from offbeat.core.profile import Profile
-from offbeat.core.strategy.interface import StatePolicy, periodic_bound_s
+from offbeat.core.strategy.interface import periodic_bound_s
 from offbeat.strategies.averaging import Layerwise
-from offbeat.strategies.equations import Equations, layer_sets, partial
-from offbeat.strategies.pieces import partial_plan, whole_buckets
+from offbeat.strategies.equations import Equations, StatePolicy
+from offbeat.strategies.pieces import layer_sets, partial, partial_plan, whole_buckets
 
 
 @dataclass(frozen=True)

@@ -3,10 +3,14 @@ threshold."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from math import inf
 from typing import Any, ClassVar, Literal
+
+import numpy as np
 
 from offbeat.core.plan import (
     Apply,
@@ -21,8 +25,7 @@ from offbeat.core.plan import (
 )
 from offbeat.core.profile import Profile
 from offbeat.core.strategy.interface import (
-    StatePolicy,
-    Strategy,
+    Planned,
     periodic_bound_s,
     require_count,
     synchronous_bound_s,
@@ -33,7 +36,7 @@ from offbeat.strategies.compressible import Wired
 from offbeat.strategies.dreamddp.candidates import cycle_of
 from offbeat.strategies.dreamddp.late import Planning
 from offbeat.strategies.dreamddp.sets import cheaper_sets
-from offbeat.strategies.equations import Changes, Equations, selective
+from offbeat.strategies.equations import Equations, StatePolicy, World, average_piece
 from offbeat.strategies.pieces import Sets
 
 STEP, END, NEXT = Moment("step"), Moment("end"), Moment("forward", lag=1)
@@ -192,7 +195,7 @@ class SelSync(Wired):
             run if self.scope == "layer" else None,
         )
 
-    def at_step(self) -> Strategy | None:
+    def at_step(self) -> Planned | None:
         return replace(self, scope="model") if self.scope == "layer" else None
 
     def equations(self, plan: Plan) -> Equations:
@@ -207,3 +210,101 @@ class SelSync(Wired):
         if self.aggregate == "gradients":
             return synchronous_bound_s(profile, period=period, fused=True)
         return periodic_bound_s(profile, period, fused=self.scope == "model")
+
+
+@dataclass(frozen=True)
+class Changes:
+    """Relative change of gradient norms, as SelSync smooths it.
+
+    Attributes:
+        smooth: "norm" to smooth the norms, "change" to smooth their relative changes.
+        window: number of values in a mean.
+        weight: weight of the newest value in a mean.
+    """
+
+    smooth: Literal["norm", "change"] = "norm"
+    window: int = 25
+    weight: float = 1.0
+
+    def change(self, norms: Sequence[float]) -> float:
+        """Return the smoothed relative change of the last norm.
+
+        Args:
+            norms: squared norms of all iterations so far.
+
+        Returns:
+            Relative change; nan for the first norm.
+        """
+        if self.smooth == "norm":
+            now, before = self.mean(norms), self.mean(norms[:-1])
+            return abs(now - before) / before
+        return self.mean([abs(b - a) / a for a, b in pairwise(norms)])
+
+    def mean(self, values: Sequence[float]) -> float:
+        """Return the weighted mean of the last `window` values.
+
+        The mean is `sum_j (1 - weight)^j v_(i-j) / sum_j (1 - weight)^j`.
+
+        Args:
+            values: values v_0 to v_i.
+        """
+        recent = np.array(values[::-1][: self.window])
+        shares = (1 - self.weight) ** np.arange(len(recent))
+        return float(shares @ recent / shares.sum()) if len(recent) else float("nan")
+
+
+def selective(
+    changes: Changes,
+    pieces: Sequence[Payload | None],
+    forced: Sequence[Collection[int]],
+    delta: float,
+    lag: int = 0,
+    aggregate: Literal["parameters", "gradients"] = "parameters",
+    state: StatePolicy = "local",
+) -> Equations:
+    """Return the equations of selective averaging (SelSync).
+
+    A piece is averaged if the change of at least one replica is unknown or at least `delta`. With
+    `aggregate="parameters"`, `w = mean_k(w_k - rate g_k)`; with "gradients", `g = mean_k(g_k)`,
+    then the step.
+
+    Args:
+        changes: smoothing of the changes.
+        pieces: parts of the model, each with its own decision.
+        forced: indices of the pieces that iteration r averages in any case, as `forced[r mod
+            H]`.
+        delta: threshold of the relative change.
+        lag: iterations from a decision to its average. The first `lag` iterations average all
+            pieces.
+        aggregate: values to average.
+        state: treatment of the optimizer's state at an average: "local", "averaged" or "reset".
+    """
+    norms: dict[tuple[int, int], list[float]] = defaultdict(list)  # by piece and replica
+    votes: list[list[bool]] = []  # by iteration and piece
+
+    def vote(world: World) -> Iterator[bool]:
+        for i, piece in enumerate(pieces):
+            says = []
+            for replica, norm in enumerate(world.norms(piece)):
+                odd = not 0 < norm < float("inf")
+                if not odd:
+                    norms[i, replica].append(norm)
+                says.append(odd or not changes.change(norms[i, replica]) < delta)
+            yield any(says)
+
+    def advance(world: World, iteration: int) -> None:
+        world.gradients(iteration)
+        votes.append(list(vote(world)))
+        decisive = votes[-1 - lag] if len(votes) > lag else [True] * len(pieces)
+        anyway = forced[(len(votes) - 1) % len(forced)]
+        chosen = [p for i, p in enumerate(pieces) if decisive[i] or i in anyway]
+        if aggregate == "gradients":
+            for piece in chosen:
+                world.average("grad", piece)
+        world.step()
+        if aggregate == "parameters":
+            for piece in chosen:
+                average_piece(world, piece, state)
+        world.end()
+
+    return advance

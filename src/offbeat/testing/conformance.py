@@ -21,7 +21,7 @@ from offbeat.core.profile import Profile
 from offbeat.core.verify.check import check
 from offbeat.core.verify.interpreter import Interpreter
 from offbeat.core.verify.worker import Array, InterpretedModel, Worker
-from offbeat.strategies import Strategy
+from offbeat.strategies import Planned
 from offbeat.testing.replicas import NumpyWorld, Optimizer, Task, adam, momentum, rmsprop
 
 __all__ = [
@@ -39,7 +39,7 @@ TOLERANCE = 1e-12
 """Largest difference between the weights of an interpreted plan and of its equations."""
 
 
-def conforms(strategy: Strategy, profile: Profile, *, ranks: Sequence[int] = (2, 3)) -> None:
+def conforms(strategy: Planned, profile: Profile, *, ranks: Sequence[int] = (2, 3)) -> None:
     """Run all checks of this module.
 
     Args:
@@ -59,7 +59,7 @@ def conforms(strategy: Strategy, profile: Profile, *, ranks: Sequence[int] = (2,
         equals_equations(strategy, sized, ranks=count)
 
 
-def plan_is_sound(strategy: Strategy, profile: Profile) -> None:
+def plan_is_sound(strategy: Planned, profile: Profile) -> None:
     """Check that a plan is valid and that its bound is finite and the strategy's.
 
     Args:
@@ -79,7 +79,7 @@ def plan_is_sound(strategy: Strategy, profile: Profile) -> None:
     assert plan.bound_s == bound_s, f"{strategy}: the plan's bound is not the strategy's"
 
 
-def plan_is_pure(strategy: Strategy, profile: Profile) -> None:
+def plan_is_pure(strategy: Planned, profile: Profile) -> None:
     """Check that equal inputs give equal plans, so that all ranks have the same plan.
 
     Args:
@@ -142,7 +142,7 @@ def shares(plan: Plan) -> Counter[tuple[str, int]]:
 
 
 def equals_equations(
-    strategy: Strategy,
+    strategy: Planned,
     profile: Profile,
     *,
     ranks: int,

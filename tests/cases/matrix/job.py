@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import offbeat
 from cases.matrix import references
-from offbeat import A2CiD2, Cyclic, DeFT, DreamDDP, LocalSGD, SelSync, Strategy
+from offbeat import A2CiD2, Cyclic, DeFT, DreamDDP, LocalSGD, Planned, SelSync, Strategy
 from offbeat.core.runtime.prepared import Model, Optimizer
 from offbeat.profile import Bucket, Link, Profile
 
@@ -75,7 +75,7 @@ class Job:
         options = {"timeout_s": TIMEOUT_S, "compare_every": 1, **options}
         if self.measured:
             options |= {"profile": self._file, "min_bucket_bytes": 1}
-        elif self.strategy.needs.profile and "observe" not in options:
+        elif isinstance(self.strategy, Planned) and "observe" not in options:
             options["profile"] = profile_of(model)
         mine, steps = offbeat.prepare(model, optimizer, self.strategy, **options)
         self.closing.append(mine.close)

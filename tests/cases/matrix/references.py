@@ -17,7 +17,7 @@ from offbeat.core.derive.windows import Windows
 from offbeat.core.runtime.schedulers import SchedulerGate
 from offbeat.core.runtime.session import Session
 from offbeat.profile import Profile
-from offbeat.strategies.equations import Changes, layer_sets
+from offbeat.testing.equations import Changes, layer_sets
 
 
 class AfterBackward:

@@ -114,6 +114,7 @@ def flat_of(plan, value=0.0):
     """A model with equal weights, and its storage."""
     net = Net(np.full(sum(SIZES), value), SIZES)
     flat = Flat(net, [BucketSpec(f"b{b}", (f"layers.{b}.w",)) for b in range(3)])
+    flat.create_gradients()
     flat.adopt(plan.all_buffers)
     return net, flat
 
@@ -236,6 +237,7 @@ def test_numbers_of_16_bits_are_encoded_as_float32():
     plan = BSP(wire="int4").plan(profile_of((42,)))
     model = torch.nn.Linear(6, 7, bias=False).bfloat16()
     flat = Flat(model, [BucketSpec("b", ("weight",))])
+    flat.create_gradients()
     flat.adopt(plan.all_buffers)
     coding = Coding(plan, flat, {})
     [part] = coding.encode_message(plan.transfers[0], flat.copy_index("grad"), 0).parts
@@ -256,6 +258,7 @@ def test_what_a_message_would_take_is_known_before_it_is_sent(via):
         model = deepcopy(alike)
         names = tuple(name for name, _ in model.named_parameters())
         flat = Flat(model, [BucketSpec("b", names, ("1.running_mean", "1.running_var"))])
+        flat.create_gradients()
         flat.adopt(plan.all_buffers)
         coding = Coding(plan, flat, {})
         coding.restart_if_outdated()
@@ -293,6 +296,7 @@ def test_an_anchor_outlives_another_plan_with_one():
     net, flat = flat_of(plan)
     for p in net.parameters():
         p.data.fill_(3.0)
+    flat.create_gradients()
     flat.adopt(DreamDDP(period=2, wire="int4").plan(profile_of()).all_buffers)
     assert flat.contents("anchor")[0][0].unique().tolist() == [0.0]
 

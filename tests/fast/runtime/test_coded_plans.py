@@ -18,8 +18,7 @@ from offbeat.plan import Moment, Payload, Plan, Wire, local, transfer
 from offbeat.profile import Bucket, CodecSpeed, Link, Profile
 from offbeat.sim import predict_plan
 from offbeat.strategies import BSP, WFBP, Cyclic, DeAR, DreamDDP, LocalSGD
-from offbeat.strategies.compressible import with_wire
-from offbeat.strategies.wire_profile import profile_for_wire
+from offbeat.strategies.compressible import profile_for_wire, with_wire
 
 
 def test_each_link_has_errors_of_its_own_where_two_carry_a_bucket():

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from offbeat import SSP, Profile
+from offbeat.core.strategy.interface import planned
 from offbeat.profile import Bucket, Link
 from offbeat.server.simulation import REPLAYS, ServedJob, Timeline
 from offbeat.sessions.separate_workers import Server, compute_seconds, server_of
@@ -135,7 +136,7 @@ def test_predict_is_ssps() -> None:
     with pytest.raises(ValueError, match="votes"):
         predict(SSP(), facts, votes={"sync": 0.5})
     with pytest.raises(ValueError, match="no plan"):
-        SSP().plan(facts)
+        planned(SSP())
 
 
 def test_pushes_and_pulls_have_rates_of_their_own() -> None:

@@ -6,8 +6,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from offbeat.core.guards import loss_watch
 from offbeat.profile import GradientNoise
+from offbeat.strategies import loss_watch
 from offbeat.strategies.solvers import preserver
 
 WALKS = 400_000

@@ -414,7 +414,7 @@ def test_settings_that_make_no_sense(make, text):
 
 def test_its_fallback_sends_what_it_sends():
     """A run that falls back to WFBP stays as lossy as it was."""
-    wired = DeFT(wire="int8", error_feedback=False).monitor()
-    assert wired.fallback == WFBP(wire="int8", error_feedback=False)
-    assert DeFT().monitor().fallback == WFBP()
-    assert DeFT(preserver=False).monitor() is None
+    wired = DeFT(wire="int8", error_feedback=False).fallback()
+    assert wired == WFBP(wire="int8", error_feedback=False)
+    assert DeFT().fallback() == WFBP()
+    assert DeFT(preserver=False).fallback() is None

@@ -44,7 +44,7 @@ def test_all_workers_alike_are_local_sgd():
         FedAvg(fraction=0.75, samples=(10, 1, 1, 1), local_steps=3, state="reset"),
         FedAvg(local_steps=(1, 4, 2, 4)),
         FedAvg(fraction=0.5, samples=(1, 2, 3, 4), local_steps=(3, 1, 2, 3), state="averaged"),
-        FedAvg(epoch_share=0.5, steps_per_epoch=(4, 2, 6, 6), state="reset"),
+        FedAvg(local_steps=(2, 1, 3, 3), state="reset"),
     ],
     ids=str,
 )
@@ -134,12 +134,8 @@ def test_drawn_workers_without_samples_count_equally():
 
 def test_the_length_of_a_round():
     assert FedAvg().plan(PROFILE).period == 5
-    assert FedAvg(epoch_share=0.25, steps_per_epoch=100).plan(PROFILE).period == 25
-    assert FedAvg(epoch_share=0.01, steps_per_epoch=10).plan(PROFILE).period == 1
-    assert FedAvg(epoch_share=2, steps_per_epoch=10).plan(PROFILE).period == 20
-    shares = FedAvg(epoch_share=0.25, steps_per_epoch=(100, 1, 40, 100))
-    assert shares.steps(4) == (25, 1, 10, 25)
-    assert shares.plan(PROFILE).period == 25
+    assert FedAvg(local_steps=20).plan(PROFILE).period == 20
+    assert FedAvg(local_steps=(25, 1, 10, 25)).plan(PROFILE).period == 25
 
 
 def test_samples_may_come_from_json_and_are_one_per_worker():
@@ -155,9 +151,6 @@ def test_steps_may_come_from_json_or_the_command_line_and_are_one_per_worker():
     assert strategy("fedavg", ["local_steps=2"]) == FedAvg(local_steps=2)
     with pytest.raises(ValueError, match=r"local_steps \(2 numbers\) must have one number per"):
         two.plan(PROFILE)
-    epochs = FedAvg(epoch_share=0.5, steps_per_epoch=(2, 4, 6))
-    with pytest.raises(ValueError, match=r"steps_per_epoch \(3 numbers\) must have one number"):
-        epochs.plan(PROFILE)
 
 
 @pytest.mark.parametrize(
@@ -166,13 +159,6 @@ def test_steps_may_come_from_json_or_the_command_line_and_are_one_per_worker():
         ({"fraction": 0}, r"fraction \(0\) must lie above 0"),
         ({"fraction": 1.1}, r"fraction \(1.1\) must lie above 0 and be at most 1"),
         ({"fraction": float("nan")}, r"fraction \(nan\) must lie above 0"),
-        ({"epoch_share": 0, "steps_per_epoch": 10}, r"epoch_share \(0\) must be a number above 0"),
-        ({"epoch_share": 0.5}, r"epoch_share \(0.5\) must come with steps_per_epoch"),
-        (
-            {"epoch_share": 0.5, "steps_per_epoch": 8, "local_steps": 2},
-            r"epoch_share \(0.5\) must come with steps_per_epoch and without local_steps",
-        ),
-        ({"steps_per_epoch": 8}, r"steps_per_epoch \(8\) must come with epoch_share"),
         ({"local_steps": 0}, r"local_steps \(0\) must be an integer of at least 1"),
         ({"local_steps": (2, 0)}, r"local_steps \(0\) must be an integer of at least 1"),
         ({"local_steps": ()}, r"local_steps \(\(\)\) must have one number per worker"),

@@ -39,10 +39,10 @@ from offbeat.strategies import (
     SelSync,
     create,
 )
+from offbeat.strategies.compressible import profile_for_wire
 from offbeat.strategies.dreamddp import candidates, late
 from offbeat.strategies.pieces import Piece, partial_plan, whole_buckets
 from offbeat.strategies.solvers import cap_fusion
-from offbeat.strategies.wire_profile import profile_for_wire
 from offbeat.testing.conformance import equals_equations, moves_everything, shares
 from offbeat.testing.conformance import plan_is_pure as is_pure
 from offbeat.testing.conformance import plan_is_sound as is_sound
@@ -106,7 +106,7 @@ VOTING = [
     SelSync(delta=2, scope="layer", smooth="change", window=3, max_period=3, state="averaged"),
     SelSync(max_period=1),
     FedAvg(local_steps=1),
-    FedAvg(epoch_share=0.25, steps_per_epoch=10, state="averaged"),
+    FedAvg(local_steps=2, state="averaged"),
 ]
 
 

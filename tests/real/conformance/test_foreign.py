@@ -12,7 +12,7 @@ from cases.strategy_lists import STRATEGIES
 
 from offbeat.plan import Moment, Phases, Plan, local, transfer
 from offbeat.profile import Bucket, Link, Profile
-from offbeat.strategies import Strategy
+from offbeat.strategies import Planned
 from offbeat.testing.conformance import conforms, moves_everything
 from offbeat.testing.equations import synchronous
 
@@ -24,7 +24,7 @@ PROFILE = Profile(
 
 
 @dataclass(frozen=True)
-class Mine(Strategy):
+class Mine(Planned):
     """Every gradient in so many slices."""
 
     slices: int = 2
@@ -112,7 +112,7 @@ class HalfSteps(Mine):
 
 class Unproven(Mine):
     def equations(self, plan):
-        return Strategy.equations(self, plan)
+        return Planned.equations(self, plan)
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ class Unproven(Mine):
         (HalfSteps(), AssertionError, "away from those of its equations"),
         (Unproven(), NotImplementedError, "Unproven has no equations: define `equations"),
     ],
-    ids=lambda value: type(value).__name__ if isinstance(value, Strategy) else "",
+    ids=lambda value: type(value).__name__ if isinstance(value, Planned) else "",
 )
 def test_others_do_not(strategy, error, words):
     with pytest.raises(error, match=words):

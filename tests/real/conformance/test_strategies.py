@@ -115,7 +115,7 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
     "noloco": [{"period": 2, "gamma": 0.4, "rounds": 3}],
     "fedavg": [
         {"fraction": 0.5, "local_steps": 2, "seed": 3},
-        {"fraction": 0.5, "epoch_share": 0.25, "steps_per_epoch": 12, "state": "averaged"},
+        {"fraction": 0.5, "local_steps": 3, "state": "averaged"},
         {"samples": (1.0, 3.0), "local_steps": (1, 3), "state": "reset"},
     ],
 }

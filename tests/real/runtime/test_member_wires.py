@@ -187,6 +187,7 @@ def flat_of(plan: Plan, value: float = 0.0) -> Flat:
     """Storage of a model, whose anchors begin with the parameters."""
     net = Net(np.full(sum(SIZES), value), SIZES)
     flat = Flat(net, [BucketSpec(f"b{b}", (f"layers.{b}.w",)) for b in range(len(SIZES))])
+    flat.create_gradients()
     flat.adopt(plan.all_buffers)
     return flat
 

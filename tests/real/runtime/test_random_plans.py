@@ -14,7 +14,7 @@ from harness.ranks import run_ranks
 from oracle.quadratic import Nodes, Quadratic, interpreted, ran, train
 from oracle.random_plans import random_plan, ranks_of
 
-from offbeat import Plan, Strategy
+from offbeat import Plan, Planned
 from offbeat.plan import INSIDE, check, vote_channel
 from offbeat.profile import Bucket, Link, Profile
 
@@ -80,7 +80,7 @@ def test_runtime_computes_what_the_interpreter_computes(part):
 
 
 @dataclass(frozen=True)
-class Given(Strategy):
+class Given(Planned):
     """A plan as it is."""
 
     given: Plan

@@ -29,12 +29,12 @@ from typing import ClassVar
 from offbeat.core.runtime.iteration import Iteration, Timestamps
 from offbeat.core.runtime.session import Position, Session
 from offbeat.core.sim.prediction import predict_under
-from offbeat.strategies import Needs, Strategy, synchronous_bound_s
+from offbeat.strategies import Planned, Strategy, synchronous_bound_s
 from offbeat.strategies.wfbp import gradients_when_ready
 
 
 @dataclass(frozen=True)
-class Planned(Strategy):
+class Whole(Planned):
     """All gradients in one message."""
 
     name: ClassVar[str] = "foreign-planned"
@@ -94,21 +94,21 @@ class LocalSession(Session):
 
 
 @dataclass(frozen=True)
-class Alone(Planned):
-    """A session of its own, without a profile."""
+class Alone(Strategy):
+    """A session of its own, without a plan."""
 
     name: ClassVar[str] = "foreign-alone"
+    citation: ClassVar[str] = "a test"
     synchronous: ClassVar[bool] = False
-    needs: ClassVar[Needs] = Needs(profile=False)
 
     def open(self, job):
         return LocalSession(job)
 
     def predict(self, profile, conditions, ran=None):
-        return predict_under(self.plan(profile), profile, conditions, str(self))
+        return predict_under(Whole().plan(profile), profile, conditions, str(self))
 
-    def vote_names(self, profile):
-        return ()
+    def bound_s(self, profile):
+        return synchronous_bound_s(profile, fused=True)
 '''
 SCRIPT = """
 import os, sys, torch, offbeat
@@ -129,7 +129,7 @@ for name in sys.argv[1:]:
 """
 METADATA = "Metadata-Version: 2.1\nName: foreign\nVersion: 1\n"
 POINTS = """[offbeat.strategies]
-foreign = foreign_strategies:Planned
+foreign = foreign_strategies:Whole
 foreign-alone = foreign_strategies:Alone
 """
 
@@ -153,11 +153,11 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.usefixtures("package")
 def test_names_of_entry_points_and_of_classes() -> None:
     assert {"foreign", "foreign-alone"} <= {*strategy_names()}
-    by_point, by_class = find("foreign"), find("foreign_strategies:Planned")
+    by_point, by_class = find("foreign"), find("foreign_strategies:Whole")
     assert by_point is by_class
-    assert create("foreign") == create("foreign_strategies:Planned")
+    assert create("foreign") == create("foreign_strategies:Whole")
     # The class calls itself by another name than its entry point, so the reference is the class.
-    assert reference_of(create("foreign")) == "foreign_strategies:Planned"
+    assert reference_of(create("foreign")) == "foreign_strategies:Whole"
     assert reference_of(create("foreign-alone")) == "foreign-alone"
     assert reference_of(WFBP()) == "wfbp"
     with pytest.raises(ValueError, match="did you mean 'foreign'"):
@@ -192,7 +192,7 @@ def test_plans_of_a_name_of_two_packages_load_no_module(package: Path) -> None:
     assert "foreign_strategies" not in sys.modules
 
 
-NAMES = ("foreign_strategies:Planned", "foreign-alone")
+NAMES = ("foreign_strategies:Whole", "foreign-alone")
 
 
 def test_they_run(package: Path) -> None:

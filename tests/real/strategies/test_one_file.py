@@ -24,7 +24,7 @@ from typing import ClassVar
 from offbeat.core.plan import Apply, Buffer, Moment, Payload, Phases, Plan, Transfer, local
 from offbeat.core.profile import Profile
 from offbeat.core.rules.vocabulary import Context, Setting, rule
-from offbeat.core.strategy.interface import Strategy, periodic_bound_s, require_count
+from offbeat.core.strategy.interface import Planned, periodic_bound_s, require_count
 from offbeat.strategies.equations import Equations, World
 
 STEP, END = Moment("step"), Moment("end")
@@ -46,7 +46,7 @@ def pull_to_center(context: Context, apply: Apply) -> None:
 
 
 @dataclass(frozen=True)
-class Elastic(Strategy):
+class Elastic(Planned):
     """Local steps; the distance to the average of all workers shrinks after each period."""
 
     period: int = 4

@@ -12,12 +12,9 @@ from offbeat.core.verify.check import raise_if_wrong
 from offbeat.plan import Moment, Plan
 from offbeat.profile import Bucket, Contention, Link, Profile
 from offbeat.strategies.asc_wfbp import ASCWFBP
-from offbeat.strategies.bytescheduler import ByteScheduler
 from offbeat.strategies.dear import DeAR, decoupled_iteration_s
-from offbeat.strategies.p3 import P3
-from offbeat.strategies.slices import MOST_MESSAGES, TIE, order_s
+from offbeat.strategies.priorities import MOST_MESSAGES, P3, TIE, ByteScheduler, USByte, order_s
 from offbeat.strategies.solvers import cap_fusion, fusion_finish
-from offbeat.strategies.us_byte import USByte
 from offbeat.strategies.wfbp import message_seconds
 
 BY_FORWARD = [

@@ -16,13 +16,13 @@ from typing import ClassVar
 
 from offbeat.plan import Plan
 from offbeat.profile import Profile
-from offbeat.core.strategy.interface import Strategy, synchronous_bound_s
+from offbeat.core.strategy.interface import Planned, synchronous_bound_s
 from offbeat.strategies.wfbp import gradients_when_ready
 from offbeat.strategies.equations import Equations, synchronous
 
 
 @dataclass(frozen=True)
-class Toy(Strategy):
+class Toy(Planned):
     """Two messages."""
 
     name: ClassVar[str] = "toy"

@@ -11,7 +11,7 @@ from offbeat.core.derive.deferred import early_remedy
 from offbeat.core.derive.traits import PlanTraits
 from offbeat.core.plan import Plan
 from offbeat.core.profile import Profile, ScriptUsage
-from offbeat.core.strategy.interface import Strategy
+from offbeat.core.strategy.interface import Planned, Strategy
 
 if TYPE_CHECKING:
     from offbeat.core.transport.control import Control
@@ -45,7 +45,7 @@ def conflict_with(usage: ScriptUsage, plan: Plan) -> str | None:
     return " and ".join(words) or None
 
 
-def suitable_strategy(strategy: Strategy, plan: Plan, usage: ScriptUsage) -> Strategy:
+def suitable_strategy(strategy: Planned, plan: Plan, usage: ScriptUsage) -> Planned:
     """Return the strategy, or its variant if the usage does not allow the strategy's plan.
 
     Raises:
@@ -81,7 +81,7 @@ def strategy_that_runs(strategy: Strategy, profile: Profile) -> Strategy:
         ValueError: the strategy has no plan for this profile, or none that suits the script.
     """
     usage = profile.usage
-    if usage == ScriptUsage() or not strategy.needs.profile:
+    if usage == ScriptUsage() or not isinstance(strategy, Planned):
         return strategy
     plan = strategy.plan(profile)
     suitable = suitable_strategy(strategy, plan, usage)

@@ -31,7 +31,7 @@ from offbeat.core.runtime.recording import Decisions
 from offbeat.core.runtime.session import Position, Session
 from offbeat.core.runtime.session_guards import SessionGuards
 from offbeat.core.runtime.training_job import TrainingJob
-from offbeat.core.strategy.interface import Strategy
+from offbeat.core.strategy.interface import Planned
 from offbeat.core.transport.failure_detector import IN_SCRIPT
 
 
@@ -50,7 +50,7 @@ class FlatSession(Session):
         runner: the plan and its changes.
     """
 
-    def __init__(self, strategy: Strategy, job: TrainingJob, flat: Flat) -> None:
+    def __init__(self, strategy: Planned, job: TrainingJob, flat: Flat) -> None:
         self._job, self._model, self._recorder = job, job.model, job.recorder
         self._cluster = cluster = job.cluster
         self._earlier_iterations = 0  # iterations of processes before this one

@@ -15,7 +15,7 @@ from offbeat.core.profile import Profile, ScriptUsage
 from offbeat.core.runtime.recording import Decisions
 from offbeat.core.runtime.training_job import TrainingJob
 from offbeat.core.sim.prediction import MEMBERS_FACT
-from offbeat.core.strategy.interface import Strategy
+from offbeat.core.strategy.interface import Planned
 from offbeat.core.verify.check import raise_if_wrong
 from offbeat.elastic.members import require_supported_plan
 
@@ -23,7 +23,7 @@ MEMBER_ITERATIONS = 8  # iterations between two boundaries of plans with a perio
 
 
 class PlanChoice:
-    """Strategy that runs, and its checked plans.
+    """Planned that runs, and its checked plans.
 
     Args:
         strategy: requested strategy.
@@ -41,18 +41,18 @@ class PlanChoice:
 
     profile: Profile
 
-    def __init__(self, strategy: Strategy, job: TrainingJob, decisions: Decisions) -> None:
+    def __init__(self, strategy: Planned, job: TrainingJob, decisions: Decisions) -> None:
         self.strategy, self.decisions, self.is_variant = strategy, decisions, False
         self.checked = set[str]()
         self._members = None if job.member is None else job.member.settings
         self._wants_broadcasts = job.watch.broadcast_buffers and job.member is None
         self.shares_buffers = job.cluster.control.world_size > 1 and has_buffers(job.model)
 
-    def broadcasts(self, strategy: Strategy) -> bool:
+    def broadcasts(self, strategy: Planned) -> bool:
         """Return whether all ranks receive rank 0's buffers, as under torch's DDP."""
         return self.shares_buffers and self._wants_broadcasts and strategy.synchronous
 
-    def plan(self, strategy: Strategy | None = None, profile: Profile | None = None) -> Plan:
+    def plan(self, strategy: Planned | None = None, profile: Profile | None = None) -> Plan:
         """Return the checked plan of a strategy (default: `strategy`) for a profile (`profile`).
 
         Raises:
@@ -135,7 +135,7 @@ class PlanChoice:
             assert variant is not None
             self.strategy, self.is_variant = variant, True
 
-    def _replace(self, variant: Strategy, why: str) -> None:
+    def _replace(self, variant: Planned, why: str) -> None:
         asked, self.strategy, self.is_variant = self.strategy, variant, True
         self.decisions.print(f"{why}, so {variant} runs instead of {asked}")
 

@@ -14,7 +14,6 @@ from offbeat.core.buckets.coupling import find_collective, find_coupling
 from offbeat.core.buckets.layout import specs_of_profile
 from offbeat.core.derive.deferred import early_remedy
 from offbeat.core.derive.effects import sends_only_gradients
-from offbeat.core.guards.convergence import ConvergenceGuard, Finding
 from offbeat.core.guards.script_usage import UsageRecorder, combine_usage
 from offbeat.core.parts import part
 from offbeat.core.plan import INSIDE, Plan, base_link, vote_channel
@@ -29,6 +28,7 @@ from offbeat.core.runtime.training_job import TrainingJob, open_pace
 
 if TYPE_CHECKING:
     from offbeat.lab.pace import Pace
+    from offbeat.strategies.convergence import ConvergenceGuard, Finding
 
 
 class PlanRunner:
@@ -46,7 +46,7 @@ class PlanRunner:
         engine: engine of this rank.
         plan: plan of the strategy. In a trial, the engine runs it with all updates at the step.
         is_trial: whether the first iteration runs all updates at the step, to observe the script.
-        convergence: guard of the loss; None if the strategy has no monitor.
+        convergence: guard of the loss; None if the strategy has no fallback.
         pace: pace of an emulated host; None for a host at full speed.
     """
 
@@ -119,18 +119,18 @@ class PlanRunner:
         has_fallen_back: bool = False,
     ) -> None:
         """Adopt the strategy's first plan, or one of its fallback, record it, and start the
-        strategy's monitor."""
+        guard of the loss."""
         engine, recorder, strategy = self.engine, self._recorder, self._choice.strategy
-        self._monitor, self._has_fallen_back = strategy.monitor(), has_fallen_back
+        self._fallback, self._has_fallen_back = strategy.fallback(), has_fallen_back
         self._adopt(plan, trial)
         if recorder:
             recorder.start(str(strategy), self.plan, observed, self._choice.profile)
             if not engine.flat.is_sharded:  # ranks of a node hold different parameters
                 recorder.set_sample(partial(part("Sample").of, engine.flat))
         self.stop_monitor()
-        if self._monitor is not None:
-            self.convergence = ConvergenceGuard(engine)
-            engine.observers.add(self.convergence)
+        if self._fallback is not None:
+            self.convergence = guard = part("ConvergenceGuard")(engine)
+            engine.observers.add(guard)
 
     def begin_again(self) -> None:
         """Adopt the strategy's plan for other members. Buffers and memory continue."""
@@ -268,8 +268,8 @@ class PlanRunner:
         the noise has changed."""
         choice = self._choice
         if finding.problem is not None:
-            assert self._monitor is not None
-            fallback = self._monitor.fallback
+            fallback = self._fallback
+            assert fallback is not None
             plan = choice.plan(fallback)
             self.stop_monitor()
             if plan.digest == self.plan.digest:  # the fallback runs already

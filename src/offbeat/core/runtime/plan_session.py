@@ -9,7 +9,7 @@ from offbeat.core.buckets.layout import BucketSpec, specs_of_profile
 from offbeat.core.profile import Profile
 from offbeat.core.runtime.flat_session import FlatSession
 from offbeat.core.runtime.training_job import TrainingJob
-from offbeat.core.strategy.interface import Strategy
+from offbeat.core.strategy.interface import Planned
 from offbeat.elastic.session import MemberSession
 
 
@@ -24,7 +24,7 @@ def build_flat(model: nn.Module, profile: Profile | None, alignment_bytes: int =
     return Flat(model, specs, alignment_bytes=alignment_bytes)
 
 
-def open_plan_session(strategy: Strategy, job: TrainingJob) -> FlatSession:
+def open_plan_session(strategy: Planned, job: TrainingJob) -> FlatSession:
     """Return the session that runs the strategy's plan. It measures a profile if none is known."""
     flat = build_flat(job.model, job.profile, job.cluster.alignment_bytes)
     session = (FlatSession if job.member is None else MemberSession)(strategy, job, flat)

@@ -57,7 +57,7 @@ from offbeat.core.start.strategy_choice import (
     require_fitting_strategy,
     require_fitting_topology,
 )
-from offbeat.core.strategy.interface import Strategy
+from offbeat.core.strategy.interface import Planned, Strategy
 from offbeat.core.transport.cluster import Cluster
 from offbeat.core.transport.job_place import current_servers
 from offbeat.core.transport.topology import Nodes
@@ -269,7 +269,7 @@ class _Preparation:
             fingerprint = agree_on_model(self.model, self.optimizer, strategy, control)
             ranks = divide_ranks(self.common.servers, strategy, control)
             known = KnownProfile(None, None)
-            if strategy.needs.profile:
+            if isinstance(strategy, Planned):
                 known = find_profile(self.common.profile, request, self.model, cluster)
             sampled = self.metrics.divergence_every if self.metrics else None
             if member is not None and sampled:

@@ -9,12 +9,12 @@ from typing import NoReturn
 
 from offbeat.core.files import replace_text
 from offbeat.core.profile import Profile
-from offbeat.core.strategy.interface import Needs, Strategy
+from offbeat.core.strategy.interface import Needs, Planned, Strategy
 from offbeat.core.strategy.registry import create
 
 
 @dataclass(frozen=True)
-class ScriptStrategy(Strategy):
+class ScriptStrategy(Planned):
     """Placeholder for a strategy whose class is defined in the script and cannot be imported here.
 
     It cannot be planned. The run directory contains the executed plan.

@@ -13,7 +13,7 @@ from offbeat.core.start.launch_request import (
     current_join_request,
 )
 from offbeat.core.start.named_strategy import NamedStrategy
-from offbeat.core.strategy.interface import Strategy
+from offbeat.core.strategy.interface import Planned, Strategy
 from offbeat.core.strategy.parsing import parse
 from offbeat.core.strategy.registry import create, is_registered
 from offbeat.core.transport.job_place import current_place
@@ -77,13 +77,13 @@ def require_fitting_topology(strategy: Strategy, topology: Topology) -> None:
     """Raise ValueError on every rank if replicas have several ranks and the strategy has a session
     of its own, which supports one rank per replica only, or if it requires early updates and the
     model is sharded."""
-    if topology.sharded and strategy.requires_early_updates:
+    if topology.sharded and isinstance(strategy, Planned) and strategy.requires_early_updates:
         raise ValueError(
             f"strategy ({strategy}) must not require updates in backward where the model is "
             "sharded (fully_shard), because FSDP gathers weights at moments of its own; use "
             "average='before_update', or leave average out"
         )
-    supports = type(strategy).open is Strategy.open or strategy.needs.nodes
+    supports = type(strategy).open is Planned.open or strategy.needs.nodes
     if not topology.is_flat and not supports:
         raise ValueError(
             f"strategy ({strategy}) must be one with a plan where replicas have several ranks "

@@ -1,4 +1,4 @@
-"""Interface of strategies: frozen settings, a pure planner and a citation."""
+"""Interface of strategies: frozen settings and a citation; with a plan, a pure planner."""
 
 from __future__ import annotations
 
@@ -21,19 +21,14 @@ if TYPE_CHECKING:
     from offbeat.core.sim.prediction import Conditions, Prediction
     from offbeat.strategies.equations import Equations
 
-# Named as text, because the runtime imports this file, and planning needs no simulator.
-StatePolicy = Literal["local", "averaged", "reset"]
-"""Treatment of optimizer state at an average of parameters."""
-
 
 @dataclasses.dataclass(frozen=True)
 class Needs:
     """Requirements of a strategy on a job, and features that it supports.
 
     Attributes:
-        profile: a profile is given or measured first, and the strategy makes a plan from it.
-        measures: a missing profile is measured in the first iterations; otherwise the job runs
-            without one.
+        measures: if a strategy with a plan gets no profile, one is measured in the first
+            iterations; otherwise the job runs without one.
         servers: the last ranks of the job serve parameters.
         allows_joining: further processes may join the running job.
         survives_ranks: the launcher lets the other ranks continue when a rank fails.
@@ -46,7 +41,6 @@ class Needs:
         nodes: a session of its own runs where replicas have several ranks; sessions of plans do.
     """
 
-    profile: bool = True
     measures: bool = True
     servers: bool = False
     allows_joining: bool = False
@@ -60,10 +54,10 @@ class Needs:
 
 @dataclasses.dataclass(frozen=True)
 class Strategy(ABC):
-    """Settings of one method. Subclasses are frozen dataclasses; `schedule` must be pure.
+    """Settings of one method. Subclasses are frozen dataclasses.
 
-    A strategy with a plan defines `schedule` and `bound_s`. A strategy without a plan defines
-    `needs`, `open`, `predict` and `bound_s`.
+    Methods with a plan are subclasses of `Planned`. Any other method is a direct subclass, with a
+    session and a prediction of its own.
 
     Attributes:
         name: name of the method on the command line.
@@ -82,6 +76,142 @@ class Strategy(ABC):
     def __post_init__(self) -> None:
         for name, allowed in _choices(type(self)).items():
             require_choice(name, getattr(self, name), allowed)
+
+    # ---- what a method must define -----------------------------------------------------------
+
+    @abstractmethod
+    def bound_s(self, profile: Profile) -> float:
+        """Return a lower bound on the seconds per iteration of this method.
+
+        Args:
+            profile: profile of the job, with the costs of the messages that the method sends.
+        """
+
+    @abstractmethod
+    def open(self, job: TrainingJob) -> Session:
+        """Return the session that trains by this strategy.
+
+        Args:
+            job: objects of this rank.
+
+        Raises:
+            SystemExit: on a rank that serves, with status 0, after all workers have left.
+        """
+
+    @abstractmethod
+    def predict(
+        self, profile: Profile, conditions: Conditions, ran: Plan | None = None
+    ) -> Prediction:
+        """Return the prediction of the timeline.
+
+        Args:
+            profile: profile of the job.
+            conditions: conditions of the network and the hosts.
+            ran: plan that a run has executed; None: the strategy's own plan, if it makes one.
+        """
+
+    # ---- what advice, reports and launchers ask ----------------------------------------------
+
+    @classmethod
+    def suggestions(cls, profile: Profile, max_staleness: int) -> Iterable[Strategy]:
+        """Return the settings among which advice chooses for a profile.
+
+        By default there are none, and advice only lists the default settings; `unadvised` states
+        the reason.
+
+        Args:
+            profile: profile of the job.
+            max_staleness: largest number of iterations until a gradient has reached all ranks.
+        """
+        return ()
+
+    @property
+    def applies_late(self) -> bool:
+        """Return whether gradients or averages are applied in a later iteration than in the one
+        that sends them."""
+        return False
+
+    @property
+    def is_lossy(self) -> bool:
+        """Return whether messages carry codes instead of numbers."""
+        return False
+
+    def describe_change(self, plan: Plan | None) -> str | None:
+        """Return a phrase for what the method changes against DDP; None if advice derives it.
+
+        Args:
+            plan: plan of this strategy; None without one.
+        """
+        return None
+
+    def costed(self, profile: Profile) -> Profile:
+        """Return the profile for `schedule` and `bound_s`, with the costs of the messages that the
+        strategy sends.
+
+        Args:
+            profile: profile of the job, with the costs of uncompressed messages.
+        """
+        return profile
+
+    def least_buckets(self, ranks: int) -> int:
+        """Return the smallest number of buckets with which the strategy can train.
+
+        Args:
+            ranks: number of ranks.
+        """
+        return 1
+
+    def extra_buffers(self, profile: Profile, plan: Plan | None) -> Sequence[Buffer]:
+        """Return the buffers that a rank holds in addition to parameters, gradients and optimizer
+        state; by default those of the plan.
+
+        Args:
+            profile: profile of the job.
+            plan: plan of this strategy; None without one.
+        """
+        return () if plan is None else plan.buffers
+
+    def memory(self, profile: Profile, plan: Plan | None = None) -> Memory:
+        """Return the memory that training takes on a rank.
+
+        Args:
+            profile: profile of the job.
+            plan: plan of this strategy; None without one.
+        """
+        staged = 0 if plan is None else largest_staged_bytes(plan, profile)
+        return held_memory(profile, self.extra_buffers(profile, plan), staged)
+
+    def vote_names(self, profile: Profile) -> Sequence[str]:
+        """Return the names of the votes during training.
+
+        Args:
+            profile: profile of the job.
+        """
+        return ()
+
+    def settings(self) -> dict[str, Any]:
+        """Return the settings as JSON-ready values, by name."""
+        values = dataclasses.asdict(self)
+        return {field.name: values[field.name] for field in setting_fields(type(self))}
+
+    def __str__(self) -> str:
+        changed = [f"{name}={value}" for name, value in changed_settings(self).items()]
+        return f"{self.name}({', '.join(changed)})" if changed else self.name
+
+
+class Planned(Strategy):
+    """Base class of methods with a plan: `schedule` returns it, and must be pure.
+
+    Subclasses define `schedule` and `bound_s`. The plan is what trains and what is predicted.
+    """
+
+    @abstractmethod
+    def schedule(self, profile: Profile) -> Plan:
+        """Return the plan without its bound.
+
+        Args:
+            profile: profile of the job, one replica for each participant of a message.
+        """
 
     def plan(self, profile: Profile) -> Plan:
         """Return the plan of the whole job with its bound. Equal profiles give equal plans.
@@ -120,23 +250,6 @@ class Strategy(ABC):
             plan = with_broadcast(plan, profile.default_link.name)
         return plan
 
-    def costed(self, profile: Profile) -> Profile:
-        """Return the profile for `schedule` and `bound_s`, with the costs of the messages that the
-        strategy sends.
-
-        Args:
-            profile: profile of the job, with the costs of uncompressed messages.
-        """
-        return profile
-
-    def least_buckets(self, ranks: int) -> int:
-        """Return the smallest number of buckets from which the strategy can make a plan.
-
-        Args:
-            ranks: number of ranks.
-        """
-        return 1
-
     def encoded(self, plan: Plan, profile: Profile) -> Plan:
         """Return the plan with the wire formats of its messages.
 
@@ -145,22 +258,6 @@ class Strategy(ABC):
             profile: profile of the job.
         """
         return plan
-
-    @abstractmethod
-    def schedule(self, profile: Profile) -> Plan:
-        """Return the plan without its bound.
-
-        Args:
-            profile: profile of the job.
-        """
-
-    @abstractmethod
-    def bound_s(self, profile: Profile) -> float:
-        """Return a lower bound on the seconds per iteration of all schedules of this method.
-
-        Args:
-            profile: profile of the job.
-        """
 
     def equations(self, plan: Plan) -> Equations:
         """Return the equations that this strategy's plan must compute, for the conformance suite.
@@ -176,59 +273,7 @@ class Strategy(ABC):
             "one of offbeat.testing.equations; comparing it with its own plan would prove nothing"
         )
 
-    @classmethod
-    def suggestions(cls, profile: Profile, max_staleness: int) -> Iterable[Strategy]:
-        """Return the settings among which advice chooses for a profile.
-
-        By default there are none, and advice only lists the default settings; `unadvised` states
-        the reason.
-
-        Args:
-            profile: profile of the job.
-            max_staleness: largest number of iterations until a gradient has reached all ranks.
-        """
-        return ()
-
-    @property
-    def applies_late(self) -> bool:
-        """Return whether gradients or averages are applied in a later iteration than in the one
-        that sends them."""
-        return False
-
-    @property
-    def is_lossy(self) -> bool:
-        """Return whether messages carry codes instead of numbers."""
-        return False
-
-    def describe_change(self, plan: Plan | None) -> str | None:
-        """Return a phrase for what the method changes against DDP; None if advice derives it.
-
-        Args:
-            plan: plan of this strategy; None without one.
-        """
-        return None
-
-    def extra_buffers(self, profile: Profile, plan: Plan | None) -> Sequence[Buffer]:
-        """Return the buffers that a rank holds in addition to parameters, gradients and optimizer
-        state; by default those of the plan.
-
-        Args:
-            profile: profile of the job.
-            plan: plan of this strategy; None without one.
-        """
-        return () if plan is None else plan.buffers
-
-    def memory(self, profile: Profile, plan: Plan | None = None) -> Memory:
-        """Return the memory that training takes on a rank.
-
-        Args:
-            profile: profile of the job.
-            plan: plan of this strategy; None without one.
-        """
-        staged = 0 if plan is None else largest_staged_bytes(plan, profile)
-        return held_memory(profile, self.extra_buffers(profile, plan), staged)
-
-    def at_step(self) -> Strategy | None:
+    def at_step(self) -> Planned | None:
         """Return the variant of the method whose updates run in `optimizer.step()`, for scripts
         that clip or unscale gradients; None if there is none or none is needed."""
         return None
@@ -239,69 +284,53 @@ class Strategy(ABC):
         refused then; otherwise it runs `at_step()`."""
         return False
 
-    def monitor(self) -> Monitor | None:
-        """Return the monitor of training under this method; None if it needs none."""
+    def fallback(self) -> Planned | None:
+        """Return the strategy that takes over if the loss is not finite, rises or stalls.
+
+        With one, the loss and the noise of the gradients are watched during training, and a new
+        estimate of the noise leads to a new plan. None: nothing is watched.
+        """
         return None
 
-    def settings(self) -> dict[str, Any]:
-        """Return the settings as JSON-ready values, by name."""
-        return dataclasses.asdict(self)
-
     def open(self, job: TrainingJob) -> Session:
-        """Return the session that trains by this strategy; by default, by its plan.
-
-        Args:
-            job: objects of this rank.
-
-        Raises:
-            SystemExit: on a rank that serves, with status 0, after all workers have left.
-        """
         return part("open_plan_session")(self, job)
 
     def predict(
         self, profile: Profile, conditions: Conditions, ran: Plan | None = None
     ) -> Prediction:
-        """Return the prediction of the timeline.
-
-        Args:
-            profile: profile of the job.
-            conditions: conditions of the network and the hosts.
-            ran: plan that a run has executed; None: the strategy's own plan.
-        """
         plan = self.plan(profile) if ran is None else ran
         there = self.participants(profile)
         return part("predict_under")(plan, there, conditions, str(self))
 
     def vote_names(self, profile: Profile) -> Sequence[str]:
-        """Return the names of the votes during training.
-
-        Args:
-            profile: profile of the job.
-        """
         return [vote.name for vote in self.plan(profile).votes]
 
-    def __str__(self) -> str:
-        changed = [f"{name}={value}" for name, value in changed_settings(self).items()]
-        return f"{self.name}({', '.join(changed)})" if changed else self.name
 
+def planned(strategy: Strategy) -> Planned:
+    """Return a strategy that must have a plan.
 
-@dataclasses.dataclass(frozen=True)
-class Monitor:
-    """Request to monitor the loss and the noise of the gradients during training.
+    Args:
+        strategy: any strategy.
 
-    A new estimate of the noise triggers a new plan. A loss that is not finite, rises or stalls
-    triggers the change to `fallback`.
-
-    Attributes:
-        fallback: strategy that replaces the monitored one.
+    Raises:
+        ValueError: it has none.
     """
+    if isinstance(strategy, Planned):
+        return strategy
+    raise ValueError(
+        f"strategy ({strategy}) has no plan: its workers go at their own pace; `offbeat simulate` "
+        "predicts it"
+    )
 
-    fallback: Strategy
+
+def setting_fields(cls: type[Strategy]) -> list[dataclasses.Field[Any]]:
+    """Return the fields of a class that are settings, without constants of a subclass."""
+    return [field for field in dataclasses.fields(cls) if field.init]
 
 
 def changed_settings(strategy: Strategy) -> dict[str, Any]:
     """Return by name the settings that differ from their defaults."""
-    values = {field: getattr(strategy, field.name) for field in dataclasses.fields(strategy)}
+    values = {field: getattr(strategy, field.name) for field in setting_fields(type(strategy))}
     return {field.name: value for field, value in values.items() if value != field.default}
 
 

@@ -20,7 +20,7 @@ from offbeat.core.guards.script_usage import strategy_that_runs
 from offbeat.core.plan import INSIDE, Phases, Plan, base_link
 from offbeat.core.profile import Profile
 from offbeat.core.sim import Prediction, predict, predict_plan
-from offbeat.core.strategy.interface import Strategy
+from offbeat.core.strategy.interface import Planned, Strategy, planned
 from offbeat.core.strategy.parsing import text_of
 from offbeat.core.strategy.plan_memory import Memory, held_memory
 from offbeat.core.strategy.registry import BASELINE, create, find, strategy_names
@@ -151,7 +151,7 @@ def of_strategy(strategy: Strategy, place: Place) -> Method | None:
 
     Votes count as accepted. A strategy with servers has one server on a further machine.
     """
-    has_plan = type(strategy).open is Strategy.open
+    has_plan = type(strategy).open is Planned.open
     if place.devices > 1 and not (has_plan or strategy.needs.nodes):
         return None
     served = SERVERS if strategy.needs.servers else 0
@@ -208,7 +208,7 @@ def _strategy_bound_s(strategy: Strategy, place: Place) -> float:
 def _predict(strategy: Strategy, place: Place, profile: Profile) -> Prediction:
     """Predict a strategy. Rates of single machines count only without a plan: a collective runs at
     the rate of the profile."""
-    ranks = None if strategy.needs.profile else place.ranks
+    ranks = None if isinstance(strategy, Planned) else place.ranks
     return predict(strategy, profile, servers=SERVERS, ranks=ranks)
 
 
@@ -261,7 +261,7 @@ def accumulation(place: Place) -> Method:
 
     torch's `no_sync` leaves out the messages of all but the last batch.
     """
-    profile, strategy = place.profile, create(BASELINE)
+    profile, strategy = place.profile, planned(create(BASELINE))
     plan, needed_s = strategy.plan(profile), profile.slowest().compute_s
     count = 1
     while True:
@@ -288,7 +288,7 @@ def accumulation(place: Place) -> Method:
 
 
 def _accumulation_seconds(count: int, place: Place) -> float:
-    plan = create(BASELINE).plan(place.profile)
+    plan = planned(create(BASELINE)).plan(place.profile)
     return _ddp_seconds(accumulating_plan(plan, count), place.profile)
 
 
@@ -315,7 +315,7 @@ def half_precision(place: Place) -> Method:
 
     For parameters of two bytes the hook changes nothing, and this prediction is too fast.
     """
-    profile, strategy = place.profile, create(BASELINE)
+    profile, strategy = place.profile, planned(create(BASELINE))
     plan = strategy.plan(profile)
     prediction = predict_plan(plan, with_replica_per_rank(with_smaller_messages(profile, HALF)))
     memory = strategy.memory(profile, plan)
@@ -337,7 +337,7 @@ def half_precision(place: Place) -> Method:
 
 
 def _half_precision_seconds(place: Place) -> float:
-    plan = create(BASELINE).plan(place.profile)
+    plan = planned(create(BASELINE)).plan(place.profile)
     return _ddp_seconds(plan, with_smaller_messages(place.profile, HALF))
 
 

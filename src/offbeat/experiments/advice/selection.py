@@ -14,7 +14,7 @@ from dataclasses import MISSING, dataclass, fields
 
 from offbeat.core.guards.script_usage import conflict_with
 from offbeat.core.profile import Profile
-from offbeat.core.strategy.interface import Strategy
+from offbeat.core.strategy.interface import Strategy, planned
 from offbeat.core.strategy.registry import find, strategy_names
 from offbeat.experiments.advice.options import CHANGES, Option, predict_option
 from offbeat.experiments.advice.other_networks import with_slower_links
@@ -98,7 +98,7 @@ class _Options:
 
     def _note_variant(self, strategy: Strategy, profile: Profile) -> None:
         """Note why the script of the profile needs a variant of the strategy."""
-        why = conflict_with(profile.usage, strategy.plan(profile))
+        why = conflict_with(profile.usage, planned(strategy).plan(profile))
         self.notes.append(
             f"the script {why}, so strategies that would apply gradients earlier are predicted in "
             "the variants that update in optimizer.step()"

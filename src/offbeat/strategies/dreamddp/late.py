@@ -16,15 +16,15 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
-from itertools import accumulate, chain, pairwise, zip_longest
+from itertools import accumulate, chain, islice, pairwise, zip_longest
 from typing import Any
 
 from offbeat.core.derive import effects
 from offbeat.core.plan import Apply, Buffer, Fact, Moment, Payload, Phases, Plan, local, transfer
 from offbeat.core.profile import Profile
-from offbeat.core.strategy.interface import StatePolicy
 from offbeat.strategies.averaging import Average
 from offbeat.strategies.dreamddp.sets import EXACT, Cycle
+from offbeat.strategies.equations import StatePolicy
 from offbeat.strategies.pieces import Piece, Sets, layer_set_facts, piece_times, whole_buckets
 
 Times = Sequence[float]
@@ -88,14 +88,15 @@ def best_order(cycle: Cycle, members: Iterable[int]) -> tuple[int, ...]:
         return best
     best_s, least_s = cycle.seconds(best), cycle.cost(members) * (1 + EXACT)
     branches: deque[tuple[Times, Times]] = deque([(cycle.ready, cycle.tail)])
-    for _ in range(min(ORDERS, max(2, ORDER_WORK // len(members)))):
+    for left in reversed(range(min(ORDERS, max(2, ORDER_WORK // len(members))))):
         if not branches or best_s <= least_s:
             break
         ready, tail = branches.popleft()
         order = _urgent_first(members, ready, cycle.message, tail)
         if (seconds := cycle.seconds(order)) < best_s:
             best, best_s = order, seconds
-        branches += _branches(order, ready, cycle.message, tail)
+        more = _branches(order, ready, cycle.message, tail)
+        branches += islice(more, max(0, left - len(branches)))  # others are not tried
     return best
 
 
@@ -147,10 +148,11 @@ def _exchanges(one: Iterable[int], other: Iterable[int]) -> Iterator[tuple[list[
 
 
 def _urgent_first(
-    members: Iterable[int], ready: Times, message: Times, tail: Times
+    members: Sequence[int], ready: Times, message: Times, tail: Times
 ) -> tuple[int, ...]:
-    """Return Schrage's order: of the messages that can start, the one with the largest tail."""
-    coming = sorted(members, key=lambda i: (ready[i], i), reverse=True)
+    """Return Schrage's order of messages given in ascending order: of those that can start, the one
+    with the largest tail."""
+    coming = sorted(members, key=ready.__getitem__)[::-1]
     waiting: list[tuple[float, int]] = []
     order: list[int] = []
     now = 0.0

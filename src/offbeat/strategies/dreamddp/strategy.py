@@ -1,6 +1,6 @@
 """DreamDDP: partial synchronization with sets of layers whose averages fit under backward.
 
-Algorithm 1   `equations.partial`: what training computes.
+Algorithm 1   `pieces.partial`: what training computes.
 Algorithm 2   `sets.algorithm_2`: the sets of layers; `sets.fill` is Section 3.4.
 Planner       `DreamDDP.averages` below: candidates, the cheapest one, its plan.
 """
@@ -16,15 +16,16 @@ from offbeat.core.derive import effects
 from offbeat.core.plan import Apply, Plan
 from offbeat.core.profile import Profile
 from offbeat.core.sim import predict_plan
-from offbeat.core.strategy.interface import StatePolicy, Strategy, require_count
+from offbeat.core.strategy.interface import Planned, Strategy, require_count
 from offbeat.strategies.averaging import Layerwise
 from offbeat.strategies.compressible import NONE, with_wires
 from offbeat.strategies.dreamddp import candidates as ways
 from offbeat.strategies.dreamddp.candidates import Candidate, Due, cycle_of, plan_of
 from offbeat.strategies.dreamddp.late import Planning, costs, delayed_bound_s, forward_bound_s
 from offbeat.strategies.dreamddp.sets import EXACT
-from offbeat.strategies.equations import Clip, Equations, delayed, layer_sets, partial
+from offbeat.strategies.equations import Equations, StatePolicy
 from offbeat.strategies.outer_optimizer import is_real
+from offbeat.strategies.pieces import Clip, delayed, layer_sets, partial
 from offbeat.strategies.suggestions import periods
 
 SLICES_GAIN = 0.02  # relative gain required of slices with `split="auto"`: they are more messages
@@ -246,7 +247,7 @@ class DreamDDP(Layerwise):
     def applies_late(self) -> bool:
         return self.due == "delayed"
 
-    def at_step(self) -> Strategy | None:
+    def at_step(self) -> Planned | None:
         if self.due == "forward":  # with either `average` each bucket is updated separately
             return replace(self, average="before_update", due="end")
         return super().at_step()

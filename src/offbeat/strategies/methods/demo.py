@@ -11,7 +11,7 @@ from offbeat.core.codecs import codec
 from offbeat.core.plan import Apply, Buffer, Fact, Moment, Plan, Wire, local
 from offbeat.core.profile import Profile
 from offbeat.core.rules.vocabulary import Context, Setting, rule
-from offbeat.core.strategy.interface import Strategy, require_choice
+from offbeat.core.strategy.interface import Planned, require_choice
 from offbeat.strategies.bsp import all_gradients
 from offbeat.strategies.compressible import encoded_message_s
 from offbeat.strategies.equations import Array, Equations, World
@@ -35,7 +35,7 @@ def take_signs(context: Context, apply: Apply) -> None:
 
 
 @dataclass(frozen=True)
-class DeMo(Strategy):
+class DeMo(Planned):
     """Send the largest cosine components of a momentum that each worker keeps by itself.
 
     In every iteration each worker adds its gradient to its own momentum, sends the fastest

@@ -10,7 +10,7 @@ from typing import ClassVar
 from offbeat.core.plan import Buffer, Moment, Phases, Plan, local, transfer
 from offbeat.core.plan.types import MOMENT_PREFIX, moment_of
 from offbeat.core.profile import Profile
-from offbeat.core.strategy.interface import Strategy, periodic_bound_s, require_count
+from offbeat.core.strategy.interface import Planned, periodic_bound_s, require_count
 from offbeat.strategies.averaging import EVERY_ITERATION
 from offbeat.strategies.equations import Equations, World
 
@@ -18,7 +18,7 @@ STEP, END = Moment("step"), Moment("end")
 
 
 @dataclass(frozen=True)
-class DESLOC(Strategy):
+class DESLOC(Planned):
     """Local steps; parameters and each moment of the optimizer are averaged with own periods.
 
     After step t, the parameters are averaged if `period` divides t + 1, the first moment if

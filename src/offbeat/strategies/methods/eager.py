@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from offbeat.core.plan import Apply, Buffer, Fact, Moment, Payload, Phases, Plan, local, transfer
 from offbeat.core.profile import Profile
 from offbeat.core.rules.vocabulary import Context, Setting, rule
-from offbeat.core.strategy.interface import Strategy, require_count
+from offbeat.core.strategy.interface import Planned, Strategy, require_count
 from offbeat.strategies.averaging import EVERY_ITERATION
 from offbeat.strategies.equations import Array, Equations, World
 from offbeat.strategies.outer_optimizer import OuterSGD, outer_of
@@ -75,7 +75,7 @@ def restart_from(context: Context, apply: Apply) -> None:
 
 
 @dataclass(frozen=True)
-class Eager(Strategy):
+class Eager(Planned):
     """DiLoCo with eager updates: own change at once, the other workers' one period later.
 
     After `period` local steps a worker sends its change since its last outer step, and continues

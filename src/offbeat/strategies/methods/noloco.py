@@ -12,7 +12,7 @@ import numpy as np
 from offbeat.core.plan import Apply, Buffer, Fact, Moment, Payload, Phases, Plan, Transfer, local
 from offbeat.core.profile import Profile
 from offbeat.core.rules.vocabulary import Context, Setting, rule
-from offbeat.core.strategy.interface import Strategy, backward_bound_s, require_count
+from offbeat.core.strategy.interface import Planned, backward_bound_s, require_count
 from offbeat.strategies.averaging import EVERY_ITERATION
 from offbeat.strategies.equations import Array, Equations, World
 from offbeat.strategies.outer_optimizer import is_real
@@ -70,7 +70,7 @@ def step_in_pair(context: Context, apply: Apply) -> None:
 
 
 @dataclass(frozen=True)
-class NoLoCo(Strategy):
+class NoLoCo(Planned):
     """Local steps, then an outer step with one other worker, drawn anew in each round.
 
     After `period` local steps the workers form random pairs. Each pair exchanges parameters, and

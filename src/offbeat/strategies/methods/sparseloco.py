@@ -12,7 +12,7 @@ from offbeat.core.codecs import codec
 from offbeat.core.plan import Apply, Moment, Plan, Wire
 from offbeat.core.profile import Profile
 from offbeat.core.rules.vocabulary import Context, Setting, rule
-from offbeat.core.strategy.interface import Strategy, backward_bound_s, require_count
+from offbeat.core.strategy.interface import Planned, Strategy, backward_bound_s, require_count
 from offbeat.strategies.averaging import EVERY_ITERATION
 from offbeat.strategies.compressible import encoded_message_s, with_wire
 from offbeat.strategies.equations import Array, Equations, World
@@ -38,7 +38,7 @@ def fade(context: Context, apply: Apply) -> None:
 
 
 @dataclass(frozen=True)
-class SparseLoCo(Strategy):
+class SparseLoCo(Planned):
     """Local steps, then an average of the largest changes of each chunk, in two bits each.
 
     The error of a worker's message is added to its next message, smaller by a factor. So it is a

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from offbeat.core.guards.loss_watch import LossWatch
 from offbeat.core.measuring.loss import LossTap
 from offbeat.core.measuring.noise import Metering, RankStatistics, Training, noise_of
 from offbeat.core.profile import GradientNoise
+from offbeat.strategies.loss_watch import LossWatch
 
 WINDOW = 10  # iterations in a window of losses
 WINDOWS_PER_LOOK = 2  # a look is one small collective on the control group
