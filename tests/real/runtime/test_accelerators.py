@@ -26,7 +26,7 @@ from torch.distributed import distributed_c10d
 import offbeat
 from offbeat.core.buckets.flat import with_own_storage
 from offbeat.core.observers import Observer
-from offbeat.core.runtime import position, prepare, startup_notices, waiting
+from offbeat.core.runtime import position, waiting
 from offbeat.core.runtime.iteration import Iteration, Timestamps
 from offbeat.core.runtime.prepared import Optimizer
 from offbeat.core.runtime.votes import Votes
@@ -53,6 +53,7 @@ from offbeat.experiments.record.recorder import RunRecorder
 from offbeat.gossip.chunks import Wire
 from offbeat.gossip.startup import GossipSetup
 from offbeat.gossip.state import AVERAGING, State
+from offbeat.jobs import startup
 from offbeat.lab import Cluster, Lab, NoLab
 from offbeat.lab.launch import rank_environment
 from offbeat.plan import Moment, Phases, Vote, transfer, vote_channel
@@ -135,7 +136,7 @@ def test_messages_arrive_when_the_device_has_completed_them(
     message = link.enqueue(TRANSFER, 0)
     link.release(message, (torch.ones(2),))
     flat: Any = SimpleNamespace(buckets=[SimpleNamespace(name="w")])
-    waits = Waiting(device, _Control(), 0.05, Observer())  # type: ignore[arg-type]
+    waits = Waiting(device, _Control(), 0.05, Observer(), lambda _: None)  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match=r"has not arrived in 0\.05 s"):
         waits.wait(message, flat)
     cuda.default.reached.clear()  # compute is behind the kernel
@@ -416,13 +417,13 @@ def test_an_interface_that_nccl_has_chosen_before(monkeypatch: pytest.MonkeyPatc
 def test_ranks_that_share_a_gpu_are_named() -> None:
     hosts = ["a", "a", "b", "b"]
     one, other = ("GPU-1", 2), ("GPU-2", 2)
-    notice = startup_notices._shared_gpu_notice(hosts, [one, one, one, other])
+    notice = startup._shared_gpu_notice(hosts, [one, one, one, other])
     assert notice is not None
     assert notice.startswith("ranks 0, 1 of host a use the same GPU")
-    assert startup_notices._shared_gpu_notice(hosts, [one, other, one, other]) is None
+    assert startup._shared_gpu_notice(hosts, [one, other, one, other]) is None
     alone = ("GPU-1", 1)
-    assert startup_notices._shared_gpu_notice(hosts, [alone] * 4) is None, "there is no other GPU"
-    assert startup_notices._shared_gpu_notice(hosts, [None] * 4) is None
+    assert startup._shared_gpu_notice(hosts, [alone] * 4) is None, "there is no other GPU"
+    assert startup._shared_gpu_notice(hosts, [None] * 4) is None
 
 
 # ---- launches ---------------------------------------------------------------------------------
@@ -491,7 +492,7 @@ def test_decoded_messages_are_kept_for_their_readers() -> None:
     message, decoded = link.enqueue(TRANSFER, 0), torch.ones(3)
     link.release(message, (), lambda *_, **__: ([decoded], [], 4, ()))
     flat: Any = SimpleNamespace(buckets=[SimpleNamespace(name="w")])
-    Waiting(Device(), _Control(), 5.0, Observer()).wait(message, flat)  # type: ignore[arg-type]
+    Waiting(Device(), _Control(), 5.0, Observer(), lambda _: None).wait(message, flat)  # type: ignore[arg-type]
     assert link.close()
     assert steps == ["follow", [decoded]]
 
@@ -664,7 +665,7 @@ def train_aligned(folder: str) -> list[dict[str, Any]]:
     for number, strategy in enumerate(ALIGNED):
         bits, path = {}, f"{folder}/{number}"
         for kind, gpu in (("cpu", None), ("gpu", ("GPU-1", 1))):
-            prepare.gpu_of = lambda _, gpu=gpu: gpu
+            startup.gpu_of = lambda _, gpu=gpu: gpu
             with jobs.job(parse(strategy), ODD) as job:
                 job.train(range(3))
                 job.save(f"{path}-{kind}").wait()
@@ -674,7 +675,7 @@ def train_aligned(folder: str) -> list[dict[str, Any]]:
                 bits[f"{kind} alignment"] = session.engine.flat.alignment_bytes
             bits[f"{kind} sent"] = sum(session.traffic().values())  # after the last message
         for kind, gpu in (("cpu", ("GPU-1", 1)), ("gpu", None)) if number else ():
-            prepare.gpu_of = lambda _, gpu=gpu: gpu
+            startup.gpu_of = lambda _, gpu=gpu: gpu
             with jobs.job(parse(strategy), ODD) as job:
                 assert job.load(f"{path}-{kind}").exact
                 job.train(range(3, 6))

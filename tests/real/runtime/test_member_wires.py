@@ -270,7 +270,7 @@ def test_members_do_not_meet_because_of_anchors_that_differ() -> None:
     message.error = OriginError(1, 0)
     message.arrive()
     control: Any = SimpleNamespace(rank=0, report_failure=lambda **_: "All ranks are alive.")
-    waits = Waiting(CPU(), control, 1.0, Observer())
+    waits = Waiting(CPU(), control, 1.0, Observer(), lambda _: None)
     waits.recover = Mock()
     with pytest.raises(RuntimeError, match="rank 1 counts the changes of its parameters"):
         waits.wait(message, flat_of(plan))

@@ -67,12 +67,8 @@ class Gradients:
         self.begin()
 
     def close(self) -> None:
-        """Free the storage, before another plan runs. `p.grad` keeps its values, to which a script
-        may add that never clears its gradients."""
-        for views in self._views:
-            for p, view in zip(self.parameters, views, strict=True):
-                if p.grad is view:
-                    p.grad = view.clone()
+        """Leave the storage to the script, before another plan runs. It stays in `p.grad` until the
+        script clears its gradients; one that never does adds to them."""
         self._views, self._counts = [], []
         self.flat.free("grad")
 

@@ -54,13 +54,14 @@ def lean(plan: Plan) -> Plan:
     if not keeps_gradients(plan):
         return plan
     moved = [*_movable_updates(plan)]
+    rule = next((apply.rule for apply in moved), "local")  # a strategy may give it another name
     runs: dict[tuple[Moment, range], list[tuple[int, int]]] = defaultdict(list)
     edges = Program(plan).edges
     for phases in pairwise((*edges, plan.prologue + plan.period)):
         mine = [apply for apply in moved if phases[0] in apply.phases]
         for at, run in _places(plan, phases[0], mine, moved):
             runs[at, run].append(phases)
-    made = [Apply("local", run, at, Phases.of_runs(own)) for (at, run), own in runs.items()]
+    made = [Apply(rule, run, at, Phases.of_runs(own)) for (at, run), own in runs.items()]
     return replace(plan, applies=(*made, *(a for a in plan.applies if a not in moved)))
 
 
