@@ -165,7 +165,7 @@ class Model(nn.Module):
         """Drop or zero the gradients, as `optimizer.zero_grad()` does.
 
         Args:
-            set_to_none: drop gradients that are never sent, instead of zeroing them.
+            set_to_none: drop the gradients instead of zeroing them.
         """
         _require_backward_ended("zero_grad()")
         self._session.zero_grad(set_to_none)
@@ -457,8 +457,8 @@ class Optimizer(torch.optim.Optimizer):
         """Drop or zero the gradients.
 
         Args:
-            set_to_none: drop gradients that are never sent. Gradients that are sent have a fixed
-                place in the flat storage and are zeroed there.
+            set_to_none: drop the gradients instead of zeroing them. Gradients whose update is
+                still to come are kept in the flat storage, and dropped from `p.grad`.
         """
         _require_backward_ended("zero_grad()")
         self._session.zero_grad(set_to_none)
