@@ -40,6 +40,12 @@ from offbeat.elastic.meeting import (
 )
 from offbeat.elastic.members import JobMember
 from offbeat.elastic.node import member_of, rank_names
+from offbeat.elastic.outcomes import (
+    await_messages,
+    awaited_message,
+    awaited_messages,
+    settle,
+)
 from offbeat.elastic.repeated_averages import EVERYWHERE, INSIDE_NODE
 from offbeat.elastic.samples import MemberSamples, Stream
 
@@ -139,7 +145,7 @@ class MemberChanges:
         """Return the result of a call that every member makes between two iterations. If another
         member fails in it, return None and the failed members, as text."""
         self._engine.flush()
-        self._engine.run.await_messages()  # so that `act` waits for no message
+        await_messages(self._engine)  # so that `act` waits for no message
         self._begin_if_due()
         results, before = list[T](), self._member.epoch.members
         self.run(lambda: results.append(act()))
@@ -394,7 +400,7 @@ class MemberChanges:
             except RuntimeError as error:
                 raise RuntimeError(f"{failure}. {error}") from error
             if epoch is None:
-                self._engine.run.settle(lambda _: (None, False))  # nothing waits any more
+                settle(self._engine, lambda _: (None, False))  # nothing waits any more
                 self._repeated.is_alone = True  # its groups have ended
                 self._leave()
                 return
@@ -418,7 +424,7 @@ class MemberChanges:
         self._results = results
         self._received |= received
         self._repeated.results |= {n: results[n] for n in results if n in self._repeated.awaited}
-        self._engine.run.settle(self._outcome)
+        settle(self._engine, self._outcome)
         # Iterations of processes before this one count, too.
         self._begins_at = epoch.first_iteration
 
@@ -437,12 +443,13 @@ class MemberChanges:
         """Return the tensors of a message that this rank awaits."""
         if link in (EVERYWHERE, INSIDE_NODE):
             return self._repeated.awaited[link]
-        return self._engine.run.awaited_message(link, order).tensors
+        return awaited_message(self._engine, link, order).tensors
 
     def _drop_groups(self) -> None:
         """Destroy all process groups, so that other ranks do not wait for this rank."""
         self._repeated.inside = None
-        self._engine.run.forget_errors()
+        for message in awaited_messages(self._engine):
+            message.forget_error()
         self._cluster.abandon()
 
     def _meet(self) -> Epoch | None:

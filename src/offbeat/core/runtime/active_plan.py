@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
@@ -11,11 +10,8 @@ from offbeat.core.derive.drained import drained_plan
 from offbeat.core.derive.traits import PlanTraits
 from offbeat.core.plan import (
     BUFFERS,
-    INSIDE,
     Apply,
     Plan,
-    Transfer,
-    base_link,
     is_vote_channel,
 )
 from offbeat.core.plan.cursor import Cursor
@@ -30,10 +26,7 @@ from offbeat.core.runtime.updates import AT_ONCE, Updates
 from offbeat.core.runtime.votes import Votes
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from offbeat.core.runtime.engine import Engine
-    from offbeat.core.transport.link import Message
 
 
 class ActivePlan:
@@ -108,58 +101,6 @@ class ActivePlan:
         if self.forward_hooks is not None:
             self.forward_hooks.remove()
         self.windows.close()
-
-    def _awaited_messages(self) -> list[Message]:
-        """Return the messages that this rank has released and has not received yet."""
-        awaited = [
-            iteration.messages[index]
-            for iteration in self.cursor.iterations.values()
-            for index in sorted(iteration.outstanding)
-        ]
-        sent = (*awaited, *self.votes.pending)
-        return [one for one in sent if one.released is not None and not one.passed]
-
-    def await_messages(self) -> None:
-        """Wait for all messages that this rank has released, without storing their results."""
-        for message in self._awaited_messages():
-            self._engine.waiting.wait(message, self.flat)
-
-    def forget_errors(self) -> None:
-        """Drop the frames of the errors of all messages, see `Message.forget_error`."""
-        for message in self._awaited_messages():
-            message.forget_error()
-
-    def awaited_message(self, link: str, order: int) -> Message:
-        """Return the message with a number on a link, which this rank still awaits."""
-        named = (m for m in self._awaited_messages() if m.transfer.link == link)
-        return next(message for message in named if message.order == order)
-
-    def settle(self, outcome: Callable[[Message], tuple[Sequence[Tensor] | None, bool]]) -> None:
-        """Set the outcome of all messages that this rank still awaits, after a failure. No further
-        message of the plan is sent.
-
-        Args:
-            outcome: returns the result of a message, and whether another rank has sent it. The
-                result is None if the message is skipped, or repeated among the survivors if the
-                plan averages gradients.
-        """
-        end = self._engine.device.mark()
-        if self.actions.lost is None:
-            self.actions.lost = []
-        self.actions.repeats = self._repeats
-        for message in self._awaited_messages():
-            if message.settled:  # after an earlier failure of the same epoch
-                continue
-            repeats = self._repeats(message.transfer)
-            tensors, is_foreign = outcome(message)
-            message.settle(end, tensors, repeats=repeats, is_foreign=is_foreign)
-            if message.passed:
-                self.actions.lost.append(message.transfer)
-
-    def _repeats(self, transfer: Transfer) -> bool:
-        """Return whether a message without a result is repeated after a failure: one of gradients
-        that are averaged in the iteration that computes them."""
-        return self.traits.averages_gradients or base_link(transfer.link) == INSIDE
 
     def release_views(self) -> None:
         """Drop all references to tensors of the storage, before the engine replaces the storage."""
