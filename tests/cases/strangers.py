@@ -151,6 +151,15 @@ def survives_an_error(model: Any, optimizer: Any, batch: Batch) -> None:
 
 def steps_after_an_error(model: Any, optimizer: Any, batch: Batch) -> None:
     """The third backward raises in its middle, and the script steps all the same."""
+    _step_after_an_error(model, optimizer, batch, 2)
+
+
+def steps_after_a_first_error(model: Any, optimizer: Any, batch: Batch) -> None:
+    """The first backward raises, in an iteration that compares replicas in its step."""
+    _step_after_an_error(model, optimizer, batch, 0)
+
+
+def _step_after_an_error(model: Any, optimizer: Any, batch: Batch, broken: int) -> None:
 
     def fail(_: Tensor) -> None:
         raise MemoryError
@@ -161,7 +170,7 @@ def steps_after_an_error(model: Any, optimizer: Any, batch: Batch) -> None:
     middle = list(getattr(model, "module", model))[1]
     for t in range(STEPS):
         optimizer.zero_grad()
-        handle = middle.register_forward_hook(let_backward_fail) if t == 2 else None
+        handle = middle.register_forward_hook(let_backward_fail) if t == broken else None
         with contextlib.suppress(MemoryError):
             loss_of(model, batch(t)).backward()
         optimizer.step()

@@ -51,6 +51,7 @@ WITH_MOMENTUM: list[tuple[strangers.Script, Strategy]] = [
 REFUSED: list[tuple[strangers.Script, Strategy, str]] = [
     (strangers.survives_an_error, WFBP(), "exception that was caught"),
     *((strangers.steps_after_an_error, s, "only some parameters") for s in (WFBP(), P3(), EVERY)),
+    (strangers.steps_after_a_first_error, WFBP(), "only some parameters"),
     (strangers.steps_another_optimizer, EVERY, "SGD steps parameters that another"),
     (strangers.steps_the_given_optimizer, EVERY, "the one that offbeat.prepare returned"),
     (strangers.wraps_in_ddp, WFBP(), "is around a prepared model"),

@@ -418,7 +418,7 @@ class Engine:
         """Average gradients inside nodes before code between backward and step reads them, although
         the number of backward passes is unknown or has been larger before."""
         if get_ident() == self._thread and current_graph_task_id() < 0:
-            self._fire(Event.COMPLETE)
+            self._fire(Event.NEED)
 
     # ---- events of the step and of pauses ---------------------------------------------------
 
@@ -427,7 +427,7 @@ class Engine:
         other ranks wait for its messages."""
         if skip_update:
             self._fire(Event.SKIP)
-        self._fire(Event.COMPLETE)
+        self._fire(Event.NEED)
 
     def step(self, skip_update: bool = False) -> None:
         """Run the update and everything due by the end of the iteration, then begin the next

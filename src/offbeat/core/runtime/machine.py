@@ -39,6 +39,7 @@ class Event(Enum):
     BREAK = "the end of a backward pass with an exception"
     HOLD = "the end of a backward pass that only accumulates"
     COMPLETE = "the end of a backward pass before a step"
+    NEED = "a use of averaged gradients, whether a backward has ended or not"
     SKIP = "a step without its update"
     STEP = "optimizer.step()"
     OWN_STEP = "a step of the script's own optimizer"
@@ -78,7 +79,7 @@ TABLE: Mapping[State, Mapping[Event, tuple[Go, ...]]] = {
             ("enter_backward", _B),
         ),  # of an unannounced forward
         Event.REPEAT: (("begin_iteration", _F), ("pass_forward", _F)),
-        Event.COMPLETE: (("begin_iteration", _F), ("conclude", _R)),  # of a rank without a batch
+        Event.NEED: (("begin_iteration", _F), ("conclude", _R)),  # of a rank without a batch
         Event.SKIP: (("begin_iteration", _F), ("leave_out", _F)),
         Event.STEP: (("begin_iteration", _F), *_STEP),
         Event.OWN_STEP: (("begin_iteration", _F), *_OWN_STEP),
@@ -92,7 +93,7 @@ TABLE: Mapping[State, Mapping[Event, tuple[Go, ...]]] = {
         Event.READ: (("", _F),),
         Event.GRADIENT: (("enter_backward", _B),),
         Event.BREAK: (("", _B),),
-        Event.COMPLETE: (("conclude", _R),),
+        Event.NEED: (("conclude", _R),),
         Event.SKIP: (("leave_out", _F),),
         Event.STEP: _STEP,
         Event.OWN_STEP: _OWN_STEP,
@@ -117,7 +118,7 @@ TABLE: Mapping[State, Mapping[Event, tuple[Go, ...]]] = {
         Event.READ: (("", _H),),
         Event.GRADIENT: (("enter_backward", _B),),
         Event.BREAK: (("", _B),),
-        Event.COMPLETE: (("conclude", _R),),
+        Event.NEED: (("conclude", _R),),
         Event.SKIP: (("leave_out", _H),),
         Event.STEP: _STEP,
         Event.OWN_STEP: _OWN_STEP,
@@ -132,7 +133,7 @@ TABLE: Mapping[State, Mapping[Event, tuple[Go, ...]]] = {
         Event.GRADIENT: (("abandon_adding", _R), *_END),
         Event.MORE: (("reopen", _F), ("enter_backward", _B)),
         Event.REPEAT: (("average_again", _R), *_END),
-        Event.COMPLETE: (("", _R),),
+        Event.NEED: (("", _R),),
         Event.SKIP: (("leave_out", _R),),
         Event.STEP: (("update", _I),),
         Event.OWN_STEP: (("allow_own_step", _S),),
@@ -145,7 +146,7 @@ TABLE: Mapping[State, Mapping[Event, tuple[Go, ...]]] = {
         Event.CALL: _CLOSE,
         Event.READ: (("", _S),),
         Event.GRADIENT: (("abandon_adding", _S), *_END),
-        Event.COMPLETE: (("", _S),),
+        Event.NEED: (("", _S),),
         Event.SKIP: (("leave_out", _S),),
         Event.STEP: (("update", _I),),
         Event.OWN_STEP: (("allow_own_step", _S),),
@@ -233,7 +234,8 @@ class Machine:
 
     def _refuse(self, event: Event) -> None:
         self.require_alive()
-        broken = self.state is State.BACKWARD and event in (Event.STEP, Event.SKIP, Event.OWN_STEP)
+        steps = event in (Event.NEED, Event.SKIP, Event.STEP, Event.OWN_STEP)
+        broken = self.state is State.BACKWARD and steps
         raise OutOfOrderError(
             BROKEN if broken else f"{event.value} while a rank is {self.state.value}"
         )
