@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from offbeat.core.buckets.flat import Flat
 from offbeat.core.buckets.gradients import Gradients
 from offbeat.core.buckets.layout import BucketSpec
+from offbeat.core.plan import BUILT_IN, Buffer
 from offbeat.core.runtime.hooks import Hooks
 
 
@@ -365,6 +366,69 @@ def test_a_parameter_without_gradient_counts_as_absent_and_has_none() -> None:
     gradients.flat.absence_counts(1)[0] = 0.0  # another rank had one
     gradients.show(range(1, 2), 0)
     assert gradients.parameters[1].grad is not None
+
+
+def test_a_gradient_of_an_earlier_pass_counts_in_a_pass_without_one() -> None:
+    model, gradients = stored(gathers=True)
+    backward(model, gradients)
+    once = gradients.parameters[1].grad.clone()
+    gradients.gather(len(gradients.parameters))
+    backward(model, gradients)
+    gradients.parameters[1].grad = None  # this pass has left none
+    gradients.gather(len(gradients.parameters))
+    assert torch.equal(gradients.flat.gradients(1), once.flatten())
+    assert not gradients.flat.absence_counts(1).any()
+
+
+def test_a_message_of_other_ranks_leaves_no_counts_and_no_values() -> None:
+    model, gradients = stored(gathers=True)
+    for own in (True, False):
+        gradients.flat.absence_counts(0).fill_(0.5)  # as in the average of the last message
+        gradients.flat.gradients(0).fill_(7.0)
+        gradients.begin()
+        gradients.zero_grad()
+        backward(model, gradients)
+        gradients.gather(len(gradients.parameters), empty=not own)
+        assert gradients.flat.absence_counts(0).tolist() == [0.0 if own else 1.0]
+        assert gradients.flat.gradients(0).any() == own
+    assert all(p.grad is None for p in gradients.parameters), "nothing to show"
+
+
+def test_late_gradients_add_up_over_iterations() -> None:
+    model = build_model(Case("mlp"))
+    names = [n for n, p in model.named_parameters() if p.requires_grad]
+    flat = Flat(model, [BucketSpec(n, (n,)) for n in names])
+    flat.create_gradients()
+    flat.adopt({**BUILT_IN, "grad": Buffer("grad", "grad", copies=2)})
+    gradients, last = Gradients(flat, 1, gathers=True), len(names) - 1
+    for times in (1, 2, 3):
+        gradients.begin()
+        backward(model, gradients)
+        own = gradients.parameters[0].grad.clone()
+        if times == 2:
+            gradients.parameters[last].grad = None
+        gradients.gather(len(names))
+        torch.testing.assert_close(flat.gradients(0), times * own.flatten())
+        assert gradients.added_iterations(0, 0) == times
+        assert all(p.grad is None for p in gradients.parameters)
+    assert flat.absence_counts(last).tolist() == [1.0]
+    restored = Gradients(flat, 1, gathers=True)
+    restored.restore(gradients.flags())
+    assert restored.flags() == gradients.flags()
+    gradients.mark_applied(range(1), 0, in_backward=False)
+    assert gradients.added_iterations(0, 0) == 0
+
+
+def test_a_gradient_whose_update_is_delayed_is_dropped_and_not_zeroed() -> None:
+    model, gradients = stored(gathers=True)
+    backward(model, gradients)
+    gradients.gather(len(gradients.parameters))
+    gradients.apply_later([range(1)])
+    gradients.zero_grad(set_to_none=False)
+    assert gradients.parameters[0].grad is None
+    assert gradients.flat.gradients(0).any()
+    assert gradients.parameters[1].grad is not None
+    assert not gradients.flat.gradients(1).any()
 
 
 def test_a_pass_that_leaves_no_gradients_changes_nothing() -> None:
