@@ -33,6 +33,7 @@ DOCUMENTED = [
     "OuterSGD",
     "PartialSync",
     "Plan",
+    "Planned",
     "Profile",
     "RehearsedCurve",
     "Saving",

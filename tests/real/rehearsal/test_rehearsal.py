@@ -15,6 +15,7 @@ from oracle.quadratic import Quadratic, interpreted, model_of
 
 import offbeat
 from offbeat import Profile
+from offbeat.core.derive.lean import lean
 from offbeat.sim import predict, simulate
 
 # Each kind of step between messages: gradients at once, in halves, in windows and handed on;
@@ -97,7 +98,7 @@ def test_clock_is_the_simulators(name):
     profile = Profile.from_dict({**profile.to_dict(), "jitter": 0.1})
     strategy = parse(name)
     votes = {vote: list(outcomes) for vote, outcomes in curve.votes.items()}
-    trace = simulate(strategy.plan(profile), profile, iterations=T, votes=votes)
+    trace = simulate(lean(strategy.plan(profile)), profile, iterations=T, votes=votes)
     np.testing.assert_allclose(np.diff(curve.ends_s, prepend=0), trace.iteration_seconds())
     assert curve.prediction is not None
     expected = predict(strategy, profile, votes=votes or None)

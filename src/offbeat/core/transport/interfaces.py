@@ -13,12 +13,15 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import astuple, dataclass, replace
+from typing import TYPE_CHECKING
 
 from offbeat.core.plan import CHANNEL, INSIDE
 from offbeat.core.transport.addresses import GLOO_INTERFACE
-from offbeat.core.transport.agreement import Agreement
 from offbeat.core.transport.listeners import open_listener
 from offbeat.core.transport.topology import Topology
+
+if TYPE_CHECKING:
+    from offbeat.core.transport.agreement import Agreement
 
 BACKENDS = ("gloo", "nccl")
 NCCL_INTERFACE = "NCCL_SOCKET_IFNAME"
