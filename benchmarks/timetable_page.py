@@ -14,9 +14,9 @@ from pathlib import Path
 
 import jinja2
 from markupsafe import Markup
-from timetable_costs import MIDDLE, total_activation_curve
+from timetable_costs import MIDDLE, StageFacts, total_activation_curve
 
-from offbeat.cyclic.simulation import Done, Run, StageFacts
+from offbeat.cyclic.record import Done, Run
 from offbeat.experiments.report.page import asset
 
 WIDTH, ROW, CURVE, LEFT, RIGHT = 980, 22, 84, 92, 12

@@ -2,15 +2,44 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from offbeat.cyclic.kept_activations import Activations
-from offbeat.cyclic.simulation import Done, Moved, Run
 from offbeat.cyclic.timetable import Message, Timetable, Work
 from offbeat.cyclic.trainer import Interleaved
+
+
+class Done(NamedTuple):
+    """A work with its start and end."""
+
+    work: Work
+    begin_s: float
+    end_s: float
+
+
+@dataclass(frozen=True)
+class Run:
+    """Works of a timetable in time, simulated or measured."""
+
+    table: Timetable
+    works: Sequence[Done]
+
+    @property
+    def iteration_s(self) -> float:
+        """Seconds per iteration, from the start of the second iteration to that of the last."""
+        begins: dict[int, float] = {}
+        for done in self.works:
+            t = done.work.batch // self.table.n
+            begins[t] = min(begins.get(t, math.inf), done.begin_s)
+        first, last = min(1, max(begins)), max(begins)
+        if first == last:
+            raise ValueError(f"a run of {last + 1} iterations must have at least 3")
+        return (begins[last] - begins[first]) / (last - first)
 
 
 @dataclass
@@ -54,10 +83,7 @@ def recording(trainer: Interleaved) -> Iterator[Record]:
 
 
 def merge_records(table: Timetable, records: Iterable[Record]) -> Run:
-    """Merge the records of all processes of one host into one run that begins at 0 s.
-
-    Arrival times are not recorded, so messages have equal begin and end.
-    """
+    """Merge the works of all processes of one host into one run that begins at 0 s."""
     records = [*records]
     origin = min(done.begin_s for record in records for done in record.works)
     works = [
@@ -65,9 +91,4 @@ def merge_records(table: Timetable, records: Iterable[Record]) -> Run:
         for record in records
         for done in record.works
     ]
-    moved = [
-        Moved(m.what, m.source, m.target, at_s - origin, at_s - origin, size)
-        for record in records
-        for m, at_s, size in record.sent
-    ]
-    return Run(table, sorted(works, key=lambda done: done.begin_s), moved)
+    return Run(table, sorted(works, key=lambda done: done.begin_s))

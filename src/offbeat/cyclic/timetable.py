@@ -1,8 +1,7 @@
-"""Timetables of cyclic and parallel training: device and time step of each stage's compute.
+"""Timetables of cyclic training: device and time step of each stage's compute.
 
-N micro-batches pass N stages, forward and backward, one stage per time step. In the cyclic order
-each micro-batch begins two time steps after the previous one, and iterations follow each other
-without a pause. In the parallel order all N micro-batches begin in the same time step.
+N micro-batches pass N stages, forward and backward, one stage per time step. Each micro-batch
+begins two time steps after the previous one, and iterations follow each other without a pause.
 
 Source: Cyclic Data Parallelism, Fig. 1 and 2.
 """
@@ -50,21 +49,9 @@ class Message(NamedTuple):
     batch: int
 
 
-class Collective(NamedTuple):
-    """Collective of the devices of some stages after the works of time step `sent`.
-
-    Kinds: `all_reduce` of gradients, `broadcast` of stages, `reduce` of gradients to the home.
-    """
-
-    sent: int
-    kind: Literal["all_reduce", "broadcast", "reduce"]
-    stages: range
-    devices: tuple[int, ...]
-
-
 @dataclass(frozen=True)
 class Timetable:
-    """Timetable of `n` micro-batches over `n` stages, in cyclic or parallel order.
+    """Timetable of `n` micro-batches over `n` stages, in cyclic order.
 
     Placements:
 
@@ -80,7 +67,6 @@ class Timetable:
 
     placement: Placement
     n: int
-    cyclic: bool = True
 
     def __post_init__(self) -> None:
         if self.placement not in PLACEMENTS:
@@ -88,8 +74,6 @@ class Timetable:
             raise ValueError(f"placement ({self.placement!r}) must be one of {known}")
         if self.n < 1:
             raise ValueError(f"stages ({self.n}) must be at least 1")
-        if self.placement == "pipeline" and not self.cyclic:
-            raise ValueError("placement ('pipeline') exists in the cyclic order only")
 
     @property
     def period(self) -> int:
@@ -114,7 +98,7 @@ class Timetable:
     def _widths(self) -> list[int]:
         if self.placement in ("single", "pipeline"):
             return [1] * self.n
-        if self.placement == "pyramid" and self.cyclic:
+        if self.placement == "pyramid":
             return [self.n - stage for stage in range(self.n)]
         return [self.n] * self.n
 
@@ -141,8 +125,7 @@ class Timetable:
 
     def first_step(self, batch: int) -> int:
         """Return the first time step of a micro-batch."""
-        iteration, i = divmod(batch, self.n)
-        return self.period * iteration + (2 * i if self.cyclic else 0)
+        return 2 * batch
 
     def forward_at(self, batch: int, stage: int) -> int:
         """Return the time step of a forward."""
@@ -157,22 +140,16 @@ class Timetable:
 
         Backwards come first because they free memory.
         """
-        if not self.cyclic:
-            iteration, place = divmod(time, self.period)
-            batches = range(self.n * iteration, self.n * (iteration + 1))
-            return [self._work(time, batch, place) for batch in batches]
         latest = time // 2
-        return [
-            self._work(time, batch, time - 2 * batch)
-            for batch in range(latest - self.n + 1, latest + 1)
-        ]
+        return [self._work(time, batch) for batch in range(latest - self.n + 1, latest + 1)]
 
-    def _work(self, time: int, batch: int, place: int) -> Work:
+    def _work(self, time: int, batch: int) -> Work:
+        place = time - self.first_step(batch)
         backward = place >= self.n
         stage = self.period - 1 - place if backward else place
         return Work(time, self.device(batch, stage), batch, stage, backward)
 
-    # ---- messages of the cyclic order --------------------------------------------------------
+    # ---- messages ---------------------------------------------------------------------------
 
     def due_messages(self, time: int, iterations: range) -> Iterator[Message]:
         """Yield the messages that are due in a time step, if only these iterations are computed."""
@@ -258,28 +235,3 @@ class Timetable:
             source, target = self.device(last, stage), self.home(stage)
             if iterations and self.backward_at(last, stage) == time - 1 and source != target:
                 yield Message(time - 1, time, source, target, "states", stage, last)
-
-    # ---- collectives of the parallel order ---------------------------------------------------
-
-    def collectives(self, iteration: int) -> Iterator[Collective]:
-        """Yield the collectives of an iteration in parallel order.
-
-        `workers` has one all-reduce at the end, `pyramid` one per stage after its backward. `zero`
-        broadcasts each stage before forward and backward, and reduces its gradients.
-        """
-        begin, end = self.period * iteration, self.period * (iteration + 1) - 1
-        if self.placement == "single" or self.n == 1:
-            return
-        batches = range(self.n * iteration, self.n * (iteration + 1))
-        for stage in range(self.n):
-            done = end - stage
-            one = range(stage, stage + 1)
-            members = tuple(sorted({self.device(batch, stage) for batch in batches}))
-            if self.placement == "zero":
-                for time in (begin + stage, done):
-                    yield Collective(time - 1, "broadcast", one, members)
-                yield Collective(done, "reduce", one, members)
-            elif self.placement == "pyramid":
-                yield Collective(done, "all_reduce", one, members)
-        if self.placement == "workers":
-            yield Collective(end, "all_reduce", range(self.n), tuple(range(self.n)))
