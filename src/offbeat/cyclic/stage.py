@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -13,16 +13,18 @@ from torch import Tensor, nn
 from offbeat.core.transport import packed
 from offbeat.cyclic.state import StageState
 from offbeat.cyclic.vectors import Shape, Vectors
+from offbeat.cyclic.versions import Contents
 
 
 class Stage:
     """Trained parameters of a module, in several versions, with gradients and optimizer state.
 
     Version t are the parameters at the start of iteration t. The module's own parameters are those
-    of the newest local version, or empty without local versions.
+    of the newest local version, or empty without local versions. `moves`: the stage moves between
+    devices with its optimizer state.
     """
 
-    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer):
+    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer, moves: bool):
         self.module = module
         self._optimizer = optimizer
         self.trained = {n: p for n, p in module.named_parameters() if p.requires_grad}
@@ -36,7 +38,7 @@ class Stage:
         self._shapes = {name: Shape.of(p) for name, p in self.trained.items()}
         self.versions: dict[int, Vectors] = {}
         self.sum: Vectors | None = None
-        self._state: StageState | None = None
+        self.state = StageState(optimizer, self.trained, self._shapes) if moves else None
         # Versions in autograd graphs: a version that returns must occupy the same memory again.
         self._in_graphs: WeakValueDictionary[int, Vectors] = WeakValueDictionary()
 
@@ -134,22 +136,45 @@ class Stage:
 
     # ---- moves between devices --------------------------------------------------------------
 
-    @property
-    def state(self) -> StageState:
-        """Optimizer state of this stage."""
-        if self._state is None:
-            self._state = StageState(self._optimizer, self.trained, self._shapes)
-        return self._state
+    def expect(self, there: Contents) -> list[Tensor]:
+        """Allocate what will be received. Return its flat tensors."""
+        for number in there.versions:
+            self.versions[number] = self._in_graphs.get(number) or self.new_vectors()
+            self.versions[number].allocate()
+        if there.summing:
+            self.sum = self.new_vectors()
+        if self.state and there.stateful:
+            self.state.allocate()
+        return self._flats(there)
 
-    def allocate_versions(self, numbers: Iterable[int]) -> list[Tensor]:
-        """Allocate versions that will be received. Return their flat tensors."""
-        for number in numbers:
-            version = self._in_graphs.get(number)
-            if version is None:
-                version = self.new_vectors()
-            version.allocate()
-            self.versions[number] = version
-        return [flat for number in numbers for flat in self.versions[number].flats]
+    def activate(self) -> None:
+        """Give the module and the optimizer what has been received."""
+        self._attach_version(self.newest)
+        if self.state:
+            self.state.restore_state()
+
+    def unload(self, there: Contents) -> tuple[list[Tensor], Callable[[], None]]:
+        """Remove the stage from this device.
+
+        Returns its flat tensors, and a callback for the end of the send, which frees their memory.
+        """
+        if self.state and there.stateful:
+            self.state.export_state()
+        tensors, left = self._flats(there), [self.versions[number] for number in there.versions]
+        self.remove_tensors()
+
+        def release_versions() -> None:
+            for version in left:
+                version.release()
+
+        return tensors, release_versions
+
+    def _flats(self, there: Contents) -> list[Tensor]:
+        """Return the flat tensors of a transfer, in the order in which they are sent."""
+        state = self.state.memory if self.state and there.stateful else None
+        parts = [self.versions[number] for number in there.versions]
+        parts += [part for part in (self.sum if there.summing else None, state) if part]
+        return [flat for part in parts for flat in part.flats]
 
     def remove_tensors(self) -> None:
         """Remove all local tensors of the stage, except versions in autograd graphs."""
@@ -157,10 +182,8 @@ class Stage:
         for p in self.trained.values():
             p.data = torch.empty(0, dtype=p.dtype, device=p.device)
             self._optimizer.state.pop(p, None)
-
-    def attach_newest(self) -> None:
-        """Make the newest version the module's parameters."""
-        self._attach_version(self.newest)
+        if self.state:
+            self.state.memory = None
 
     def broadcast_weights(self, rank: int, group: dist.ProcessGroup) -> None:
         """Broadcast parameters and buffers of the module from one rank to all ranks."""
@@ -172,12 +195,12 @@ class Stage:
         """Broadcast the newest version and the optimizer state from the owner to all ranks."""
         mine = dist.get_rank() == owner
         if not self.versions:
-            self.allocate_versions([number])
+            self.versions[number] = self.new_vectors()
         for flat in self.versions[self.newest].flats:
             dist.broadcast(flat, owner, group)
         state = [self._optimizer.state.get(p, {}) if mine else None for p in self.trained.values()]
         state = packed.broadcast_state(state, owner, group, self.device)
-        self.attach_newest()
+        self._attach_version(self.newest)
         for p, given in zip(self.trained.values(), state, strict=True):
             if given and not mine:
                 self._optimizer.state[p] = given

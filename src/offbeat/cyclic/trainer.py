@@ -28,7 +28,7 @@ from offbeat.cyclic.stage import Stage
 from offbeat.cyclic.timetable import Message, Placement, Timetable, What, Work
 from offbeat.cyclic.traffic import Traffic
 from offbeat.cyclic.vectors import Vectors
-from offbeat.cyclic.versions import Versions
+from offbeat.cyclic.versions import Contents, Versions
 from offbeat.strategies.compressible import NONE
 from offbeat.strategies.cyclic import Cyclic
 
@@ -108,20 +108,19 @@ class Interleaved:
         skipped = int(strategy.start == "skip")
         self._versions = Versions(self.table, strategy.rules(len(stages)), skipped)
         self._clip, self._loss, self._optimizer = strategy.clip, loss, optimizer
-        self.stages = [Stage(module, optimizer) for module in stages]
+        self._travels = placement == "zero"
+        self.stages = [Stage(module, optimizer, self._travels) for module in stages]
         trained = [[*stage.trained.values()] for stage in self.stages]
         self._stepper = BucketStepper(optimizer, trained, "step the whole model at once")
         self._stepper.require_independent()
+        self._stateful = [bool(stage.state and stage.state.is_present) for stage in self.stages]
         self._rank, self._exchange = _join_processes(self.table, timeout_s, self.stages, optimizer)
         self._traffic = Traffic(self.table, self._rank, self._exchange)
-        self._travels = placement == "zero"
-        self._stateful = [self._travels and stage.state.is_present for stage in self.stages]
         self._passing: dict[int, _MicroBatch] = defaultdict(_MicroBatch)
         self._batches: dict[int, Sequence[Batch]] = {}  # by iteration
         # By iteration: settings of the optimizer, such as learning rates, at its start.
         self._settings: dict[int, Settings] = {}
         self._coming: dict[tuple[What, int, int], Vectors] = {}  # by kind, stage and micro-batch
-        self._with_state: dict[int, bool] = {}  # by stage in transfer to this device
         self._time = 0
         self._failed = False
         self._losses: list[Tensor] = []
@@ -368,43 +367,21 @@ class Interleaved:
         if what != "states":
             self._coming[what, j, batch] = stage.new_vectors()
             return self._coming[what, j, batch].flats
-        there = self._versions.contents(j, message.due, self._stateful[j])
-        self._with_state[j] = there.stateful
-        room = stage.allocate_versions(there.versions)
-        if there.summing:
-            stage.sum = stage.new_vectors()
-            room += stage.sum.flats
-        return room + (stage.state.allocate_memory() if there.stateful else [])
+        return stage.expect(self._contents(message))
 
     def _activate_stage(self, j: int, batch: int) -> None:
         """Wait for a stage that moves to this device before this work, and activate it."""
         if self._traffic.is_expected("states", j, batch):
-            stage = self.stages[j]
-            self._traffic.wait_for("states", j, batch, stage.device)
-            stage.attach_newest()
-            if self._with_state.pop(j):
-                stage.state.restore_state()
+            self._traffic.wait_for("states", j, batch, self.stages[j].device)
+            self.stages[j].activate()
 
     def _unload_stage(self, message: Message) -> tuple[list[Tensor], Callable[[], None]]:
-        """Remove a stage that moves to another device.
+        return self.stages[message.stage].unload(self._contents(message))
 
-        Returns its tensors, and a callback for the end of the send, which frees their memory.
-        """
-        stage = self.stages[message.stage]
-        there = self._versions.contents(message.stage, message.due, self._stateful[message.stage])
-        left = [stage.versions[number] for number in there.versions]
-        tensors = [flat for version in left for flat in version.flats]
-        if there.summing:
-            assert stage.sum is not None
-            tensors += stage.sum.flats
-        tensors += stage.state.export_state() if there.stateful else []
-        stage.remove_tensors()
-
-        def release_versions() -> None:
-            for version in left:
-                version.release()
-
-        return tensors, release_versions
+    def _contents(self, message: Message) -> Contents:
+        """Return what a stage that moves to another device consists of."""
+        j = message.stage
+        return self._versions.contents(j, message.due, self._stateful[j])
 
 
 def _join_processes(
