@@ -16,6 +16,7 @@ from typing import Literal, NamedTuple, get_args
 Placement = Literal["single", "workers", "pyramid", "pipeline", "zero"]
 PLACEMENTS: tuple[Placement, ...] = get_args(Placement)
 What = Literal["activation", "gradient", "sum", "total", "states"]
+Key = tuple[What, int, int]  # kind, and the stage and micro-batch that need the message
 
 
 class Work(NamedTuple):
@@ -47,6 +48,11 @@ class Message(NamedTuple):
     what: What
     stage: int
     batch: int
+
+    @property
+    def key(self) -> Key:
+        """What the message is, whoever sends it."""
+        return self.what, self.stage, self.batch
 
 
 @dataclass(frozen=True)

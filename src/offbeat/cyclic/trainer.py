@@ -25,7 +25,7 @@ from offbeat.core.runtime.stepper import BucketStepper, Settings
 from offbeat.cyclic.exchange import Exchange
 from offbeat.cyclic.splitting import end_of_work_s, require_stages
 from offbeat.cyclic.stage import Stage
-from offbeat.cyclic.timetable import Message, Placement, Timetable, What, Work
+from offbeat.cyclic.timetable import Key, Message, Placement, Timetable, Work
 from offbeat.cyclic.traffic import Traffic
 from offbeat.cyclic.vectors import Vectors
 from offbeat.cyclic.versions import Contents, Versions
@@ -120,7 +120,7 @@ class Interleaved:
         self._batches: dict[int, Sequence[Batch]] = {}  # by iteration
         # By iteration: settings of the optimizer, such as learning rates, at its start.
         self._settings: dict[int, Settings] = {}
-        self._coming: dict[tuple[What, int, int], Vectors] = {}  # by kind, stage and micro-batch
+        self._coming: dict[Key, Vectors] = {}
         self._time = 0
         self._failed = False
         self._losses: list[Tensor] = []
@@ -248,10 +248,8 @@ class Interleaved:
         stage, passing = self.stages[j], self._passing[batch]
         x, target = self._batches[batch // self.table.n][batch % self.table.n]
         if j:
-            if self._traffic.is_expected("activation", j, batch):
-                x = self._traffic.wait_for("activation", j, batch, stage.device)[0]
-            else:
-                x = passing.passed[j - 1].y.detach()
+            came = self._traffic.take("activation", j, batch)
+            x = came[0].to(stage.device) if came else passing.passed[j - 1].y.detach()
             x.requires_grad_()
         begin_s = self._time_s(stage)
         number = self._versions.version_of(batch, j)
@@ -275,9 +273,8 @@ class Interleaved:
     def _backward(self, work: Work) -> None:
         batch, j = work.batch, work.stage
         stage, passing = self.stages[j], self._passing[batch]
-        one, gradient = passing.passed.pop(j), passing.gradient
-        if self._traffic.is_expected("gradient", j, batch):
-            gradient = self._traffic.wait_for("gradient", j, batch, stage.device)[0]
+        one, came = passing.passed.pop(j), self._traffic.take("gradient", j, batch)
+        gradient = came[0] if came else passing.gradient
         begin_s = self._time_s(stage)
         wanted = [one.leaves[name] for name in stage.trained]
         gradients = torch.autograd.grad(
@@ -298,8 +295,7 @@ class Interleaved:
     def _add(self, batch: int, j: int, found: Sequence[Tensor | None]) -> None:
         """Add gradients to the stage's sum, and pass the sum on or complete it where it is due."""
         stage = self.stages[j]
-        if self._traffic.is_expected("sum", j, batch):
-            self._traffic.wait_for("sum", j, batch, stage.device)
+        if self._traffic.take("sum", j, batch):
             stage.sum = self._coming.pop(("sum", j, batch))
         stage.add(found)
         if batch == self._versions.last(batch // self.table.n):
@@ -324,8 +320,7 @@ class Interleaved:
 
     def _apply_total(self, work: Work) -> None:
         """Update the local copy of a stage, if an iteration's gradient is due before this work."""
-        if not work.backward and self._traffic.is_expected("total", work.stage, work.batch):
-            self._traffic.wait_for("total", work.stage, work.batch, self.stages[work.stage].device)
+        if not work.backward and self._traffic.take("total", work.stage, work.batch):
             t = self.table.arriving_total(work.batch, work.stage)
             assert t is not None
             self._update(t, work.stage, self._coming.pop(("total", work.stage, work.batch)))
@@ -371,8 +366,7 @@ class Interleaved:
 
     def _activate_stage(self, j: int, batch: int) -> None:
         """Wait for a stage that moves to this device before this work, and activate it."""
-        if self._traffic.is_expected("states", j, batch):
-            self._traffic.wait_for("states", j, batch, self.stages[j].device)
+        if self._traffic.take("states", j, batch):
             self.stages[j].activate()
 
     def _unload_stage(self, message: Message) -> tuple[list[Tensor], Callable[[], None]]:
