@@ -46,13 +46,11 @@ class Run:
 class Record:
     """Works, memory and messages of one process.
 
-    Times are seconds of the host's monotonic clock. `activation_bytes` and `held_bytes` have one
-    value per work, taken after it. `held_bytes` counts parameters, gradients and optimizer state.
+    Times are seconds of the host's monotonic clock. `peak_held_bytes` counts parameters, gradients
+    and optimizer state after each work.
     """
 
     works: list[Done] = field(default_factory=list)
-    activation_bytes: list[int] = field(default_factory=list)
-    held_bytes: list[int] = field(default_factory=list)
     sent: list[tuple[Message, float, int]] = field(default_factory=list)  # (message, s, bytes)
     peak_activation_bytes: int = 0
     peak_held_bytes: int = 0
@@ -67,9 +65,7 @@ def recording(trainer: Interleaved) -> Iterator[Record]:
 
         def on_work(work: Work, begin_s: float, end_s: float) -> None:
             record.works.append(Done(work, begin_s, end_s))
-            record.activation_bytes.append(meter.live_bytes)
-            record.held_bytes.append(trainer.memory_bytes())
-            record.peak_held_bytes = max(record.peak_held_bytes, record.held_bytes[-1])
+            record.peak_held_bytes = max(record.peak_held_bytes, trainer.memory_bytes())
 
         def on_sent(message: Message, size_bytes: int) -> None:
             record.sent.append((message, time.perf_counter(), size_bytes))

@@ -50,15 +50,14 @@ class Stage:
     @property
     def nbytes(self) -> int:
         """Local bytes of parameters, gradients and optimizer state."""
-        held = {id(version): version.nbytes for version in self._all_versions()}
-        gradients = self.sum.nbytes if self.sum is not None else 0
-        state = sum(
+        vectors = [*self._all_versions(), *([self.sum] if self.sum else [])]
+        state = [
             value.nbytes
             for p in self.trained.values()
             for value in self._optimizer.state.get(p, {}).values()
             if isinstance(value, Tensor)
-        )
-        return sum(held.values()) + gradients + state
+        ]
+        return sum(one.nbytes for one in vectors) + sum(state)
 
     @property
     def device(self) -> torch.device:
@@ -67,11 +66,11 @@ class Stage:
 
     def flat_versions(self) -> Iterator[Tensor]:
         """Yield the flat tensors of all versions, also of those only in autograd graphs."""
-        for version in {id(v): v for v in self._all_versions()}.values():
+        for version in self._all_versions():
             yield from version.flats
 
-    def _all_versions(self) -> list[Vectors]:
-        return [*self.versions.values(), *self._in_graphs.values()]
+    def _all_versions(self) -> Iterable[Vectors]:
+        return {id(v): v for v in [*self.versions.values(), *self._in_graphs.values()]}.values()
 
     def begin(self, number: int) -> None:
         """Make the module's current parameters the only version."""

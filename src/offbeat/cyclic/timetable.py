@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple, get_args
 
+from offbeat.core.strategy.interface import require_choice, require_count
+
 Placement = Literal["single", "workers", "pyramid", "pipeline", "zero"]
 PLACEMENTS: tuple[Placement, ...] = get_args(Placement)
 What = Literal["activation", "gradient", "sum", "total", "states"]
@@ -75,11 +77,8 @@ class Timetable:
     n: int
 
     def __post_init__(self) -> None:
-        if self.placement not in PLACEMENTS:
-            known = ", ".join(PLACEMENTS)
-            raise ValueError(f"placement ({self.placement!r}) must be one of {known}")
-        if self.n < 1:
-            raise ValueError(f"stages ({self.n}) must be at least 1")
+        require_choice("placement", self.placement, PLACEMENTS)
+        require_count("stages", self.n)
 
     @property
     def period(self) -> int:

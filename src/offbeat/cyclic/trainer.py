@@ -10,9 +10,8 @@ in the step in which it is sent, and waits only for messages that were sent in e
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -44,14 +43,6 @@ class _Forward:
     y: Tensor
     version: Vectors
     leaves: dict[str, Tensor]
-
-
-@dataclass
-class _MicroBatch:
-    """State of one micro-batch: its local forwards by stage, and the gradient in its backward."""
-
-    passed: dict[int, _Forward] = field(default_factory=dict)
-    gradient: Tensor | None = None
 
 
 class Interleaved:
@@ -116,7 +107,8 @@ class Interleaved:
         self._stateful = [bool(stage.state and stage.state.is_present) for stage in self.stages]
         self._rank, self._exchange = _join_processes(self.table, timeout_s, self.stages, optimizer)
         self._traffic = Traffic(self.table, self._rank, self._exchange)
-        self._passing: dict[int, _MicroBatch] = defaultdict(_MicroBatch)
+        self._forwards: dict[tuple[int, int], _Forward] = {}  # by micro-batch and stage
+        self._gradients: dict[int, Tensor] = {}  # of the outputs, by micro-batch in its backward
         self._batches: dict[int, Sequence[Batch]] = {}  # by iteration
         # By iteration: settings of the optimizer, such as learning rates, at its start.
         self._settings: dict[int, Settings] = {}
@@ -126,7 +118,6 @@ class Interleaved:
         self._losses: list[Tensor] = []
         # Callbacks of a record: after each work with begin and end, at each message with its bytes.
         self.on_work: Callable[[Work, float, float], None] | None = None
-        self._span_s = (0.0, 0.0)  # of the last work, without waiting for messages
         self.on_sent: Callable[[Message, int], None] | None = None
         self._keep_own()
 
@@ -233,9 +224,9 @@ class Interleaved:
                 self._apply_total(work)
                 if work.batch // self.table.n in self._versions.series:
                     self._activate_stage(work.stage, work.batch)
-                    (self._backward if work.backward else self._forward)(work)
+                    span_s = (self._backward if work.backward else self._forward)(work)
                     if self.on_work is not None:
-                        self.on_work(work, *self._span_s)
+                        self.on_work(work, *span_s)
         self._traffic.send(self._time, self._unload_stage, self.on_sent)
         self._time += 1
         last = self._versions.last
@@ -243,13 +234,14 @@ class Interleaved:
             del self._batches[t]
             self._settings.pop(t - 1, None)  # all copies have stepped with it
 
-    def _forward(self, work: Work) -> None:
+    def _forward(self, work: Work) -> tuple[float, float]:
+        """Return begin and end in seconds, without waiting for messages."""
         batch, j, last = work.batch, work.stage, self.table.n - 1
-        stage, passing = self.stages[j], self._passing[batch]
+        stage = self.stages[j]
         x, target = self._batches[batch // self.table.n][batch % self.table.n]
         if j:
             came = self._traffic.take("activation", j, batch)
-            x = came[0].to(stage.device) if came else passing.passed[j - 1].y.detach()
+            x = came[0].to(stage.device) if came else self._forwards[batch, j - 1].y.detach()
             x.requires_grad_()
         begin_s = self._time_s(stage)
         number = self._versions.version_of(batch, j)
@@ -260,35 +252,39 @@ class Interleaved:
         if j == last:
             y = self._loss(y, target)
             self._losses.append(y.detach())
-        self._span_s = begin_s, self._time_s(stage)
+        end_s = self._time_s(stage)
         if j < last and self.table.device(batch, j + 1) != self._rank:
             self._traffic.provide("activation", j + 1, batch, [y.detach()])
-        passing.passed[j] = _Forward(x, y, stage.versions[number], leaves)
+        self._forwards[batch, j] = _Forward(x, y, stage.versions[number], leaves)
         self._remove_old_versions(j, self._time + 1)
+        return begin_s, end_s
 
     def _time_s(self, stage: Stage) -> float:
         """Return the time in seconds, with a record after all work of the stage's device."""
         return end_of_work_s(() if self.on_work is None else (stage.device,))
 
-    def _backward(self, work: Work) -> None:
+    def _backward(self, work: Work) -> tuple[float, float]:
+        """Return begin and end in seconds, without waiting for messages."""
         batch, j = work.batch, work.stage
-        stage, passing = self.stages[j], self._passing[batch]
-        one, came = passing.passed.pop(j), self._traffic.take("gradient", j, batch)
-        gradient = came[0] if came else passing.gradient
+        stage = self.stages[j]
+        came = self._traffic.take("gradient", j, batch)
+        gradient = came[0] if came else self._gradients.pop(batch, None)
+        one = self._forwards.pop((batch, j))
         begin_s = self._time_s(stage)
         wanted = [one.leaves[name] for name in stage.trained]
         gradients = torch.autograd.grad(
             one.y, [one.x, *wanted] if j else wanted, gradient, allow_unused=True
         )
-        self._span_s = begin_s, self._time_s(stage)
+        end_s = self._time_s(stage)
         if j:
-            passing.gradient = torch.zeros_like(one.x) if gradients[0] is None else gradients[0]
-            gradients = gradients[1:]
-            if self.table.device(batch, j - 1) != self._rank:
-                self._traffic.provide("gradient", j - 1, batch, [passing.gradient])
-        if not passing.passed:
-            del self._passing[batch]
+            gradient, *gradients = gradients
+            gradient = torch.zeros_like(one.x) if gradient is None else gradient
+            if self.table.device(batch, j - 1) == self._rank:
+                self._gradients[batch] = gradient
+            else:
+                self._traffic.provide("gradient", j - 1, batch, [gradient])
         self._add(batch, j, gradients)
+        return begin_s, end_s
 
     # ---- gradients and versions -------------------------------------------------------------
 
@@ -356,7 +352,7 @@ class Interleaved:
         if what == "activation":
             return None
         if what == "gradient":
-            y = self._passing[batch].passed[j].y
+            y = self._forwards[batch, j].y
             # Messages are contiguous, even if the output is not.
             return [torch.empty_like(y, memory_format=torch.contiguous_format)]
         if what != "states":
