@@ -47,9 +47,8 @@ class ParallelTimetable(Timetable):
     Gradients and stages move in collectives, so only neighbouring stages exchange messages.
     """
 
-    @property
-    def _widths(self) -> list[int]:
-        return [1 if self.placement == "single" else self.n] * self.n
+    def copies(self, stage: int) -> int:
+        return 1 if self.placement == "single" else self.n
 
     def first_step(self, batch: int) -> int:
         return self.period * (batch // self.n)

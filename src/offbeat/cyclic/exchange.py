@@ -116,11 +116,8 @@ class Exchange:
 
     @contextmanager
     def reporting(self, words: str) -> Iterator[None]:
-        """Report a failed operation of the body.
-
-        Closes the group and raises RuntimeError with the suspects.
-
-        An operation fails at its start if the connection to the peer is closed by then.
+        """Report a failed operation of the body: close the group and raise RuntimeError with the
+        suspects. An operation fails at its start if the connection to the peer is closed by then.
         """
         begun_s = time.monotonic()
         try:

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from torch import Tensor
+
 from offbeat.cyclic.kept_activations import Activations
 from offbeat.cyclic.timetable import Message, Timetable, Work
 from offbeat.cyclic.trainer import Interleaved
@@ -61,11 +63,15 @@ def recording(trainer: Interleaved) -> Iterator[Record]:
     """Record the works of a trainer while the context is entered."""
     record = Record()
 
-    with Activations(trainer.flat_versions) as meter:
+    def parameters() -> Iterable[Tensor]:
+        return (flat for s in trainer.stages for one in s.all_versions() for flat in one.flats)
+
+    with Activations(parameters) as meter:
 
         def on_work(work: Work, begin_s: float, end_s: float) -> None:
             record.works.append(Done(work, begin_s, end_s))
-            record.peak_held_bytes = max(record.peak_held_bytes, trainer.memory_bytes())
+            held_bytes = sum(stage.nbytes for stage in trainer.stages)
+            record.peak_held_bytes = max(record.peak_held_bytes, held_bytes)
 
         def on_sent(message: Message, size_bytes: int) -> None:
             record.sent.append((message, time.perf_counter(), size_bytes))

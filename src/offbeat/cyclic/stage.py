@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -50,7 +50,7 @@ class Stage:
     @property
     def nbytes(self) -> int:
         """Local bytes of parameters, gradients and optimizer state."""
-        vectors = [*self._all_versions(), *([self.sum] if self.sum else [])]
+        vectors = [*self.all_versions(), *([self.sum] if self.sum else [])]
         state = [
             value.nbytes
             for p in self.trained.values()
@@ -64,12 +64,8 @@ class Stage:
         """Device of the parameters."""
         return next(iter(self._shapes.values())).device
 
-    def flat_versions(self) -> Iterator[Tensor]:
-        """Yield the flat tensors of all versions, also of those only in autograd graphs."""
-        for version in self._all_versions():
-            yield from version.flats
-
-    def _all_versions(self) -> Iterable[Vectors]:
+    def all_versions(self) -> Iterable[Vectors]:
+        """Return all local versions, also those only in autograd graphs."""
         return {id(v): v for v in [*self.versions.values(), *self._in_graphs.values()]}.values()
 
     def begin(self, number: int) -> None:
@@ -83,11 +79,10 @@ class Stage:
         """Return new tensors of the parameters' shapes, for parameters or gradients."""
         return Vectors(self._shapes)
 
-    def forward(self, x: Tensor, number: int) -> tuple[Any, dict[str, Tensor]]:
-        """Call the module with a version of its parameters. Return the output and the parameters.
+    def forward(self, x: Tensor, number: int) -> Any:
+        """Call the module with a version of its parameters, whose `views` are leaves of the graph.
 
-        The parameters, by name, are the leaves of the graph. While the graph is needed, the caller
-        must hold a reference to the version.
+        While the graph is needed, the caller must hold a reference to the version.
         """
         self._in_graphs[number] = self.versions[number]
         leaves = self.versions[number].views
@@ -95,17 +90,17 @@ class Stage:
         for owner, key, name in self._places:
             owner[key] = leaves[name].requires_grad_()  # type: ignore[assignment]
         try:
-            return self.module(x), leaves
+            return self.module(x)
         finally:
             for owner, key, name in self._places:
                 owner[key] = self.trained[name]
 
     def add(self, gradients: Sequence[Tensor | None]) -> None:
-        """Add the gradients of one micro-batch, in the order of `trained`, to the sum."""
+        """Add the gradients of one micro-batch, in the order of `views`, to the sum."""
         if self.sum is None:
             self.sum = self.new_vectors()
         pairs = zip(self.sum.views.values(), gradients, strict=True)
-        given = [(view, gradient) for view, gradient in pairs if gradient is not None]
+        given = [pair for pair in pairs if pair[1] is not None]
         if given:
             torch._foreach_add_(*map(list, zip(*given, strict=True)))
 
@@ -183,12 +178,6 @@ class Stage:
             self._optimizer.state.pop(p, None)
         if self.state:
             self.state.memory = None
-
-    def broadcast_weights(self, rank: int, group: dist.ProcessGroup) -> None:
-        """Broadcast parameters and buffers of the module from one rank to all ranks."""
-        for tensor in [*self.module.parameters(), *self.module.buffers()]:
-            if tensor.numel():
-                dist.broadcast(tensor.data, rank, group)
 
     def broadcast_newest(self, owner: int, number: int, group: dist.ProcessGroup) -> None:
         """Broadcast the newest version and the optimizer state from the owner to all ranks."""

@@ -41,11 +41,6 @@ class StageState:
             if id(p) in group_of:
                 self._find_layout(name, shapes[name], group_of[id(p)])
 
-    @property
-    def is_present(self) -> bool:
-        """Whether the optimizer has state of these parameters."""
-        return any(p in self._optimizer.state for p in self._parameters.values())
-
     def allocate(self) -> Vectors:
         """Allocate the memory of the state."""
         self.memory = Vectors(self._shapes)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Literal, NamedTuple, get_args
 
 from offbeat.core.strategy.interface import require_choice, require_count
@@ -88,7 +87,7 @@ class Timetable:
     @property
     def devices(self) -> int:
         """Number of devices."""
-        return sum(map(self.copies, range(self.n))) if self.is_staged else self._widths[0]
+        return sum(map(self.copies, range(self.n))) if self.is_staged else self.copies(0)
 
     @property
     def is_staged(self) -> bool:
@@ -97,23 +96,17 @@ class Timetable:
 
     def copies(self, stage: int) -> int:
         """Return the number of devices that compute a stage."""
-        return self._widths[stage]
-
-    @cached_property
-    def _widths(self) -> list[int]:
         if self.placement in ("single", "pipeline"):
-            return [1] * self.n
-        if self.placement == "pyramid":
-            return [self.n - stage for stage in range(self.n)]
-        return [self.n] * self.n
+            return 1
+        return self.n - stage if self.placement == "pyramid" else self.n
 
     def device(self, batch: int, stage: int) -> int:
         """Return the device that computes a stage of a micro-batch.
 
         With `pyramid` and `pipeline` devices are numbered stage by stage, from the input on.
         """
-        before = sum(self._widths[:stage]) if self.is_staged else 0
-        return before + batch % self._widths[stage]
+        before = sum(map(self.copies, range(stage))) if self.is_staged else 0
+        return before + batch % self.copies(stage)
 
     def home(self, stage: int) -> int:
         """Return the device of a stage's first copy; with `zero` that of the copy at rest."""
@@ -122,7 +115,7 @@ class Timetable:
     def stages_of(self, device: int) -> list[int]:
         """Return the stages of which a device has a copy, with `zero` at rest."""
         if self.placement == "zero":
-            return [stage for stage in range(self.n) if self.home(stage) == device]
+            return [device]
         on = [{self.device(batch, stage) for batch in range(self.n)} for stage in range(self.n)]
         return [stage for stage in range(self.n) if device in on[stage]]
 

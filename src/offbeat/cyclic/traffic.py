@@ -23,13 +23,20 @@ HEADER_BYTES = 256  # JSON of dtype and sizes
 class Traffic:
     """Messages between this device and others, in the order of the timetable.
 
+    `room` returns the tensors to receive a message into, or None for a message of unknown shape.
+    The first such message from a peer is preceded by its header. `load` returns the tensors of a
+    stage that moves, and a callback for the end of the send.
+
     A device starts to receive a message in the time step in which the message is sent. A message
     that is due in a time step after the iterations begun so far is sent when the next iteration
     begins.
     """
 
-    def __init__(self, table: Timetable, rank: int, exchange: Exchange | None):
+    def __init__(
+        self, table: Timetable, rank: int, exchange: Exchange | None, room: Room, load: Load
+    ):
         self._table, self._rank, self._exchange = table, rank, exchange
+        self._room, self._load = room, load
         self._planned: dict[int, list[Message]] = defaultdict(list)  # by step of the send
         self._in: dict[Key, tuple[Message, Transfer]] = {}
         self._out: dict[Key, Sequence[Tensor]] = {}
@@ -53,19 +60,15 @@ class Traffic:
             self._exchange.settle(self._horizon)
         self._horizon = now
 
-    def receive(self, time: int, room: Room) -> None:
-        """Start receiving the messages that are sent in a time step.
-
-        `room` returns the tensors to receive into, or None for a message of unknown shape. The
-        first message of that kind from a peer is preceded by its header.
-        """
+    def receive(self, time: int) -> None:
+        """Start receiving the messages that are sent in a time step."""
         if self._exchange is None:
             return
         # With "zero" a device holds at most two stages: one must be sent before the next arrives.
         self._exchange.settle(time if self._table.placement == "zero" else time - PATIENCE + 1)
         for message in self._planned.get(time, ()):
             if message.target == self._rank:
-                tensors = room(message)
+                tensors = self._room(message)
                 if tensors is None:
                     header = self._headers.get((message.source, message.stage))
                     empty = torch.zeros(HEADER_BYTES, dtype=torch.uint8, device="cpu")
@@ -91,18 +94,17 @@ class Traffic:
         """Provide the tensors of a message. They must not be written any more."""
         self._out[what, stage, batch] = tensors
 
-    def send(self, time: int, load: Load, on_sent: OnSent | None = None) -> None:
+    def send(self, time: int, on_sent: OnSent | None = None) -> None:
         """Start sending the messages of a time step.
 
-        `load` returns the tensors of a stage, and a callback for the end of the send. `on_sent` is
-        called with each message and its bytes.
+        `on_sent` is called with each message and its bytes.
         """
         for message in self._planned.pop(time, ()):
             if message.source == self._rank:
                 assert self._exchange is not None
                 gone = None
                 if message.what == "states":
-                    tensors, gone = load(message)
+                    tensors, gone = self._load(message)
                 else:
                     tensors = self._out.pop(message.key)
                 if message.what == "activation":
@@ -127,8 +129,7 @@ class Traffic:
 
 
 def _describe(message: Message) -> str:
-    what = {"states": "the stage itself", "total": "the gradient"}.get(message.what, message.what)
-    return f"{what} of stage {message.stage + 1} for micro-batch {message.batch}"
+    return f"the {message.what} of stage {message.stage + 1} for micro-batch {message.batch}"
 
 
 def _header(tensor: Tensor) -> Tensor:

@@ -10,9 +10,8 @@ in the step in which it is sent, and waits only for messages that were sent in e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,7 +26,7 @@ from offbeat.cyclic.stage import Stage
 from offbeat.cyclic.timetable import Key, Message, Placement, Timetable, Work
 from offbeat.cyclic.traffic import Traffic
 from offbeat.cyclic.vectors import Vectors
-from offbeat.cyclic.versions import Contents, Versions
+from offbeat.cyclic.versions import Versions
 from offbeat.strategies.compressible import NONE
 from offbeat.strategies.cyclic import Cyclic
 
@@ -35,14 +34,12 @@ Batch = tuple[Tensor, Any]
 Loss = Callable[[Tensor, Any], Tensor]
 
 
-@dataclass
-class _Forward:
-    """Forward of a micro-batch through a stage: input, output, parameters."""
+class _Forward(NamedTuple):
+    """Forward of a micro-batch through a stage: input, output, and the parameters it has used."""
 
     x: Tensor
     y: Tensor
     version: Vectors
-    leaves: dict[str, Tensor]
 
 
 class Interleaved:
@@ -97,16 +94,18 @@ class Interleaved:
                 "messages are not compressed: leave it out"
             )
         skipped = int(strategy.start == "skip")
-        self._versions = Versions(self.table, strategy.rules(len(stages)), skipped)
         self._clip, self._loss, self._optimizer = strategy.clip, loss, optimizer
         self._travels = placement == "zero"
         self.stages = [Stage(module, optimizer, self._travels) for module in stages]
         trained = [[*stage.trained.values()] for stage in self.stages]
         self._stepper = BucketStepper(optimizer, trained, "step the whole model at once")
         self._stepper.require_independent()
-        self._stateful = [bool(stage.state and stage.state.is_present) for stage in self.stages]
+        present = optimizer.state.keys()
+        stateful = [j for j, parameters in enumerate(trained) if {*parameters} & present]
+        self._versions = Versions(self.table, strategy.rules(len(stages)), skipped, stateful)
         self._rank, self._exchange = _join_processes(self.table, timeout_s, self.stages, optimizer)
-        self._traffic = Traffic(self.table, self._rank, self._exchange)
+        room = self._receive_buffers, self._unload_stage
+        self._traffic = Traffic(self.table, self._rank, self._exchange, *room)
         self._forwards: dict[tuple[int, int], _Forward] = {}  # by micro-batch and stage
         self._gradients: dict[int, Tensor] = {}  # of the outputs, by micro-batch in its backward
         self._batches: dict[int, Sequence[Batch]] = {}  # by iteration
@@ -178,15 +177,6 @@ class Interleaved:
         self._whole = True
         return losses
 
-    def memory_bytes(self) -> int:
-        """Return the local bytes of all parameter versions, gradients and optimizer state."""
-        return sum(stage.nbytes for stage in self.stages)
-
-    def flat_versions(self) -> Iterator[Tensor]:
-        """Yield the flat tensors of all local parameter versions."""
-        for stage in self.stages:
-            yield from stage.flat_versions()
-
     def _keep_own(self) -> None:
         """Keep the stages of this device and remove the others."""
         own = self.table.stages_of(self._rank)
@@ -209,8 +199,8 @@ class Interleaved:
         self._failed = True  # until the end of this method
         self._traffic.expect(self._time, until, self._versions.series)
         # Messages that could not be sent before this iteration began.
-        self._traffic.receive(self._time - 1, self._receive_buffers)
-        self._traffic.send(self._time - 1, self._unload_stage, self.on_sent)
+        self._traffic.receive(self._time - 1)
+        self._traffic.send(self._time - 1, self.on_sent)
         while self._time < until:
             self._run_time_step()
         self._failed = False
@@ -218,7 +208,7 @@ class Interleaved:
         return losses
 
     def _run_time_step(self) -> None:
-        self._traffic.receive(self._time, self._receive_buffers)
+        self._traffic.receive(self._time)
         for work in self.table.works(self._time):
             if work.device == self._rank:
                 self._apply_total(work)
@@ -227,7 +217,7 @@ class Interleaved:
                     span_s = (self._backward if work.backward else self._forward)(work)
                     if self.on_work is not None:
                         self.on_work(work, *span_s)
-        self._traffic.send(self._time, self._unload_stage, self.on_sent)
+        self._traffic.send(self._time, self.on_sent)
         self._time += 1
         last = self._versions.last
         for t in [t for t in self._batches if self.table.backward_at(last(t), 0) < self._time]:
@@ -245,7 +235,7 @@ class Interleaved:
             x.requires_grad_()
         begin_s = self._time_s(stage)
         number = self._versions.version_of(batch, j)
-        y, leaves = stage.forward(x, number)
+        y = stage.forward(x, number)
         if not isinstance(y, Tensor) or not (j == last or y.is_floating_point()):
             kind = y.dtype if isinstance(y, Tensor) else type(y).__name__
             raise ValueError(f"stage {j + 1} returned {kind}; it must be one floating-point tensor")
@@ -255,7 +245,7 @@ class Interleaved:
         end_s = self._time_s(stage)
         if j < last and self.table.device(batch, j + 1) != self._rank:
             self._traffic.provide("activation", j + 1, batch, [y.detach()])
-        self._forwards[batch, j] = _Forward(x, y, stage.versions[number], leaves)
+        self._forwards[batch, j] = _Forward(x, y, stage.versions[number])
         self._remove_old_versions(j, self._time + 1)
         return begin_s, end_s
 
@@ -271,10 +261,8 @@ class Interleaved:
         gradient = came[0] if came else self._gradients.pop(batch, None)
         one = self._forwards.pop((batch, j))
         begin_s = self._time_s(stage)
-        wanted = [one.leaves[name] for name in stage.trained]
-        gradients = torch.autograd.grad(
-            one.y, [one.x, *wanted] if j else wanted, gradient, allow_unused=True
-        )
+        wanted = [*([one.x] if j else []), *one.version.views.values()]
+        gradients = torch.autograd.grad(one.y, wanted, gradient, allow_unused=True)
         end_s = self._time_s(stage)
         if j:
             gradient, *gradients = gradients
@@ -347,18 +335,17 @@ class Interleaved:
 
     def _receive_buffers(self, message: Message) -> list[Tensor] | None:
         """Return the tensors to receive a message into; None for an activation of unknown shape."""
-        what, j, batch = message.what, message.stage, message.batch
-        stage = self.stages[j]
-        if what == "activation":
+        stage = self.stages[message.stage]
+        if message.what == "activation":
             return None
-        if what == "gradient":
-            y = self._forwards[batch, j].y
+        if message.what == "gradient":
+            y = self._forwards[message.batch, message.stage].y
             # Messages are contiguous, even if the output is not.
             return [torch.empty_like(y, memory_format=torch.contiguous_format)]
-        if what != "states":
-            self._coming[what, j, batch] = stage.new_vectors()
-            return self._coming[what, j, batch].flats
-        return stage.expect(self._contents(message))
+        if message.what != "states":
+            self._coming[message.key] = stage.new_vectors()
+            return self._coming[message.key].flats
+        return stage.expect(self._versions.contents(message.stage, message.due))
 
     def _activate_stage(self, j: int, batch: int) -> None:
         """Wait for a stage that moves to this device before this work, and activate it."""
@@ -366,12 +353,8 @@ class Interleaved:
             self.stages[j].activate()
 
     def _unload_stage(self, message: Message) -> tuple[list[Tensor], Callable[[], None]]:
-        return self.stages[message.stage].unload(self._contents(message))
-
-    def _contents(self, message: Message) -> Contents:
-        """Return what a stage that moves to another device consists of."""
-        j = message.stage
-        return self._versions.contents(j, message.due, self._stateful[j])
+        there = self._versions.contents(message.stage, message.due)
+        return self.stages[message.stage].unload(there)
 
 
 def _join_processes(
@@ -396,6 +379,7 @@ def _join_processes(
     modules = nn.ModuleList(stage.module for stage in stages)
     agree_on_optimizer(exchange.control, optimizer, modules)
     with exchange.reporting("the broadcast of rank 0's weights"):  # weights may differ
-        for stage in stages:
-            stage.broadcast_weights(0, exchange.open_group)
+        for tensor in [*modules.parameters(), *modules.buffers()]:
+            if tensor.numel():
+                dist.broadcast(tensor.data, 0, exchange.open_group)
     return exchange.control.rank, exchange
