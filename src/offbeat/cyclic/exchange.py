@@ -21,7 +21,7 @@ HOST = torch.device("cpu")
 
 
 @dataclass(eq=False)
-class Transfer:
+class TensorTransfer:
     """Tensors that are being sent or received.
 
     Attributes:
@@ -49,8 +49,8 @@ class Exchange:
         self.group: dist.ProcessGroup | None = new_group("gloo", timeout_s)
         self._timeout_s = timeout_s
         # By time step, with the callback for the end.
-        self._sent: deque[tuple[int, Transfer, Callable[[], None] | None]] = deque()
-        self._under_way: WeakSet[Transfer] = WeakSet()
+        self._sent: deque[tuple[int, TensorTransfer, Callable[[], None] | None]] = deque()
+        self._under_way: WeakSet[TensorTransfer] = WeakSet()
 
     @property
     def open_group(self) -> dist.ProcessGroup:
@@ -59,13 +59,13 @@ class Exchange:
             raise RuntimeError("this worker has failed; start it again")
         return self.group
 
-    def receive(self, tensors: Sequence[Tensor], source: int, words: str) -> Transfer:
+    def receive(self, tensors: Sequence[Tensor], source: int, words: str) -> TensorTransfer:
         """Start receiving into tensors, which `complete` ends. `words` name them in errors."""
         hosted = [t if t.device == HOST else torch.empty_like(t, device=HOST) for t in tensors]
-        transfer = Transfer(f"{words} from rank {source}", tensors, hosted)
+        transfer = TensorTransfer(f"{words} from rank {source}", tensors, hosted)
         return self._start(transfer, lambda group, tensor: group.recv([tensor], source, 0))
 
-    def complete(self, arrival: Transfer) -> Sequence[Tensor]:
+    def complete(self, arrival: TensorTransfer) -> Sequence[Tensor]:
         """Wait for the tensors that are being received and return them."""
         self._wait(arrival)
         for tensor, host in zip(arrival.tensors, arrival.hosted, strict=True):
@@ -86,7 +86,7 @@ class Exchange:
         `settle` calls `gone` once the tensors have been sent. `words` name them in errors.
         """
         hosted = [tensor.detach().to(HOST).contiguous() for tensor in tensors]
-        transfer = Transfer(f"{words} to rank {target}", hosted, hosted)
+        transfer = TensorTransfer(f"{words} to rank {target}", hosted, hosted)
         self._start(transfer, lambda group, tensor: group.send([tensor], target, 0))
         self._sent.append((time, transfer, gone))
 
@@ -100,15 +100,15 @@ class Exchange:
                 gone()
 
     def _start(
-        self, transfer: Transfer, start: Callable[[dist.ProcessGroup, Tensor], Any]
-    ) -> Transfer:
+        self, transfer: TensorTransfer, start: Callable[[dist.ProcessGroup, Tensor], Any]
+    ) -> TensorTransfer:
         group = self.open_group  # a failure that was reported before is not reported again
         self._under_way.add(transfer)
         with self.reporting(transfer.words):
             transfer.works += [start(group, tensor) for tensor in transfer.hosted]
         return transfer
 
-    def _wait(self, transfer: Transfer) -> None:
+    def _wait(self, transfer: TensorTransfer) -> None:
         with self.reporting(transfer.words):
             while transfer.works:
                 transfer.works[0].wait(timedelta(seconds=self._timeout_s))

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from offbeat.cyclic.exchange import Exchange, Transfer
+from offbeat.cyclic.exchange import Exchange, TensorTransfer
 from offbeat.cyclic.timetable import Key, Message, Timetable, What
 
 Room = Callable[[Message], "list[Tensor] | None"]
@@ -38,7 +38,7 @@ class Traffic:
         self._table, self._rank, self._exchange = table, rank, exchange
         self._room, self._load = room, load
         self._planned: dict[int, list[Message]] = defaultdict(list)  # by step of the send
-        self._in: dict[Key, tuple[Message, Transfer]] = {}
+        self._in: dict[Key, tuple[Message, TensorTransfer]] = {}
         self._out: dict[Key, Sequence[Tensor]] = {}
         self._headers: dict[tuple[int, int], Tensor] = {}  # of activations, by (peer, stage)
         self._horizon = 0
