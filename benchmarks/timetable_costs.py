@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from offbeat.cyclic.record import Done, Run
+from offbeat.cyclic.record import Done, TimetableRun
 from offbeat.cyclic.timetable import Message, Timetable, Work
 
 ITERATIONS = 5  # simulated iterations
@@ -101,7 +101,7 @@ class StageFacts:
         return StageFacts([1.0] * n, [backward] * n, [1 / n] * n)
 
 
-def simulate(table: Timetable, facts: StageFacts, iterations: int = ITERATIONS) -> Run:
+def simulate(table: Timetable, facts: StageFacts, iterations: int = ITERATIONS) -> TimetableRun:
     """Simulate a timetable with measured stages and messages that take no time.
 
     A work begins when its device is free, the micro-batch's previous work has ended, and the
@@ -130,7 +130,7 @@ def simulate(table: Timetable, facts: StageFacts, iterations: int = ITERATIONS) 
         for message in messages[time]:
             key = message.due, message.batch, message.stage
             came[key] = max(came[key], free[message.source])
-    return Run(table, works)
+    return TimetableRun(table, works)
 
 
 def _predecessor(table: Timetable, work: Work) -> tuple[int, int, bool]:
@@ -149,7 +149,7 @@ def _predecessor(table: Timetable, work: Work) -> tuple[int, int, bool]:
     return (work.batch - 1, 1, False) if last else (work.batch - 1, 0, True)
 
 
-def unit_time_run(table: Timetable, iterations: int = ITERATIONS) -> Run:
+def unit_time_run(table: Timetable, iterations: int = ITERATIONS) -> TimetableRun:
     """Return a timetable in unit time, as in the paper's figures.
 
     Every work takes one time step, and in each step all micro-batches pass one stage, even with one
@@ -162,7 +162,7 @@ def unit_time_run(table: Timetable, iterations: int = ITERATIONS) -> Run:
         for work in table.works(time)
         if work.batch // table.n in range(iterations)
     ]
-    return Run(table, works)
+    return TimetableRun(table, works)
 
 
 @dataclass(frozen=True)
@@ -260,7 +260,7 @@ def _parameters(table: Timetable, steps: range) -> float:
     return max(map(len, used.values())) / table.n
 
 
-def activation_curves(run: Run, facts: StageFacts) -> dict[int, list[tuple[float, float]]]:
+def activation_curves(run: TimetableRun, facts: StageFacts) -> dict[int, list[tuple[float, float]]]:
     """Return by device the (time, bytes) of activations at each change.
 
     The activations of a stage exist from the begin of its forward to the end of its backward.
@@ -275,7 +275,7 @@ def activation_curves(run: Run, facts: StageFacts) -> dict[int, list[tuple[float
     return {device: _cumulative_curve(changes[device]) for device in sorted(changes)}
 
 
-def total_activation_curve(run: Run, facts: StageFacts) -> list[tuple[float, float]]:
+def total_activation_curve(run: TimetableRun, facts: StageFacts) -> list[tuple[float, float]]:
     """Return the (time, bytes) of the activations of all devices together at each change."""
     changes: defaultdict[float, float] = defaultdict(float)
     for curve in activation_curves(run, facts).values():

@@ -27,7 +27,7 @@ import torch.multiprocessing as mp
 from torch import Tensor, nn
 
 from offbeat.cyclic import Interleaved, Record, merge_records, recording
-from offbeat.cyclic.record import Run
+from offbeat.cyclic.record import TimetableRun
 from offbeat.cyclic.timetable import PLACEMENTS, Placement, Timetable
 from offbeat.strategies import Cyclic
 
@@ -101,7 +101,7 @@ def run(n: int, placement: Placement, rule: str) -> list[Record]:
         return [torch.load(Path(out, f"{r}.pt"), weights_only=False) for r in range(devices)]
 
 
-def stages(measured: Run, n: int) -> StageFacts:
+def stages(measured: TimetableRun, n: int) -> StageFacts:
     """Median seconds of every stage, and what is known of sizes."""
 
     def took(stage: int, backward: bool) -> float:

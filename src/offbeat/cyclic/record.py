@@ -25,7 +25,7 @@ class Done(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Run:
+class TimetableRun:
     """Works of a timetable in time, simulated or measured."""
 
     table: Timetable
@@ -84,7 +84,7 @@ def recording(trainer: Interleaved) -> Iterator[Record]:
             record.peak_activation_bytes = meter.peak_bytes
 
 
-def merge_records(table: Timetable, records: Iterable[Record]) -> Run:
+def merge_records(table: Timetable, records: Iterable[Record]) -> TimetableRun:
     """Merge the works of all processes of one host into one run that begins at 0 s."""
     records = [*records]
     origin = min(done.begin_s for record in records for done in record.works)
@@ -93,4 +93,4 @@ def merge_records(table: Timetable, records: Iterable[Record]) -> Run:
         for record in records
         for done in record.works
     ]
-    return Run(table, sorted(works, key=lambda done: done.begin_s))
+    return TimetableRun(table, sorted(works, key=lambda done: done.begin_s))
