@@ -14,9 +14,9 @@ from pathlib import Path
 
 import jinja2
 from markupsafe import Markup
-from timetable_costs import MIDDLE, total_activation_curve
+from timetable_costs import MIDDLE, StageFacts, total_activation_curve
 
-from offbeat.cyclic.simulation import Done, Run, StageFacts
+from offbeat.cyclic.record import Done, TimetableRun
 from offbeat.experiments.report.page import asset
 
 WIDTH, ROW, CURVE, LEFT, RIGHT = 980, 22, 84, 92, 12
@@ -30,7 +30,7 @@ class Panel:
 
     title: str
     source: str
-    run: Run
+    run: TimetableRun
     facts: StageFacts
     unit: str = "step"
 
@@ -135,7 +135,7 @@ def _curve(panel: Panel, x: Callable[[float], float], top: float) -> list[str]:
     ]
 
 
-def _lanes(run: Run) -> list[tuple[str, list[Done]]]:
+def _lanes(run: TimetableRun) -> list[tuple[str, list[Done]]]:
     """By device; on one that has several works at a time by micro-batch."""
     lanes: list[tuple[str, list[Done]]] = []
     for device in sorted({done.work.device for done in run.works}):
@@ -149,7 +149,7 @@ def _lanes(run: Run) -> list[tuple[str, list[Done]]]:
     return lanes
 
 
-def _device(run: Run, device: int) -> str:
+def _device(run: TimetableRun, device: int) -> str:
     if not run.table.is_staged:
         return "device" if run.table.placement == "single" else f"worker {device + 1}"
     stage = run.table.stages_of(device)[0]
@@ -157,7 +157,7 @@ def _device(run: Run, device: int) -> str:
     return f"stage {stage + 1}" + (f".{place + 1}" if run.table.copies(stage) > 1 else "")
 
 
-def _window(run: Run) -> tuple[float, float]:
+def _window(run: TimetableRun) -> tuple[float, float]:
     """Some iterations in the middle."""
     n = run.table.n
     begins = [done.begin_s for done in run.works if done.work.batch // n == MIDDLE]

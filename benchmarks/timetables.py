@@ -14,12 +14,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from timetable_costs import costs, unit_time_run
+from timetable_costs import ParallelTimetable, StageFacts, costs, simulate, unit_time_run
 from timetable_page import Panel, page
 
 from offbeat.cli.sweep import align_columns
 from offbeat.core.files import write_text
-from offbeat.cyclic.simulation import StageFacts, simulate
 from offbeat.cyclic.timetable import PLACEMENTS, Timetable
 
 COLUMNS = (
@@ -36,8 +35,12 @@ def _ways(asked: str) -> list[tuple[Any, bool]]:
     ]
 
 
+def _table(placement: Any, cyclic: bool, stages: int) -> Timetable:
+    return (Timetable if cyclic else ParallelTimetable)(placement, stages)
+
+
 def _row(placement: Any, cyclic: bool, stages: int, backward: float) -> dict[str, Any]:
-    table = Timetable(placement, stages, cyclic)
+    table = _table(placement, cyclic, stages)
     run = simulate(table, StageFacts.unit(stages, backward))
     return {
         "placement": placement,
@@ -48,7 +51,7 @@ def _row(placement: Any, cyclic: bool, stages: int, backward: float) -> dict[str
 
 
 def _panel(placement: Any, cyclic: bool, stages: int, backward: float) -> Panel:
-    table, facts = Timetable(placement, stages, cyclic), StageFacts.unit(stages, backward)
+    table, facts = _table(placement, cyclic, stages), StageFacts.unit(stages, backward)
     run = unit_time_run(table) if backward == 1 else simulate(table, facts)
     title = f"{placement}, {'cyclic' if cyclic else 'parallel'}"
     return Panel(title, "simulated", run, facts)

@@ -27,13 +27,13 @@ import torch.multiprocessing as mp
 from torch import Tensor, nn
 
 from offbeat.cyclic import Interleaved, Record, merge_records, recording
-from offbeat.cyclic.simulation import Run, StageFacts, simulate
+from offbeat.cyclic.record import TimetableRun
 from offbeat.cyclic.timetable import PLACEMENTS, Placement, Timetable
 from offbeat.strategies import Cyclic
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # modules that benchmarks share
 
-from timetable_costs import costs
+from timetable_costs import StageFacts, costs, simulate
 from timetable_page import Panel, page
 
 WIDTH, ROWS, LAYERS, ITERATIONS = 128, 64, 4, 6
@@ -101,17 +101,15 @@ def run(n: int, placement: Placement, rule: str) -> list[Record]:
         return [torch.load(Path(out, f"{r}.pt"), weights_only=False) for r in range(devices)]
 
 
-def stages(measured: Run, n: int) -> StageFacts:
+def stages(measured: TimetableRun, n: int) -> StageFacts:
     """Median seconds of every stage, and what is known of sizes."""
 
     def took(stage: int, backward: bool) -> float:
         works = [d for d in measured.works if (d.work.stage, d.work.backward) == (stage, backward)]
         return median(d.end_s - d.begin_s for d in works)
 
-    sizes = [float(SET)] * n, [float(ROWS * WIDTH * 4)] * n, [float(STAGE)] * n
-    return StageFacts(
-        [took(j, False) for j in range(n)], [took(j, True) for j in range(n)], *sizes, sizes[2]
-    )
+    forward_s, backward_s = ([took(j, backward) for j in range(n)] for backward in (False, True))
+    return StageFacts(forward_s, backward_s, [float(SET)] * n)
 
 
 def row(n: int, placement: Placement, rule: str) -> tuple[str, list[Panel]]:

@@ -6,8 +6,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -19,13 +20,21 @@ from offbeat.core.transport.control import Control, new_group
 HOST = torch.device("cpu")
 
 
-class _Sent(NamedTuple):
-    time: int
+@dataclass(eq=False)
+class TensorTransfer:
+    """Tensors that are being sent or received.
+
+    Attributes:
+        words: name of the transfer in errors.
+        tensors: the tensors to receive into, or `hosted`.
+        hosted: the same on the host, kept until they have been sent.
+        works: operations that have not been waited for.
+    """
+
     words: str
-    target: int
-    works: list[Any]
-    tensors: list[Tensor]  # kept until they have been sent
-    gone: Callable[[], None] | None
+    tensors: Sequence[Tensor]
+    hosted: Sequence[Tensor]
+    works: list[Any] = field(default_factory=list)
 
 
 class Exchange:
@@ -39,8 +48,9 @@ class Exchange:
         self.control = Control(timeout_s)
         self.group: dist.ProcessGroup | None = new_group("gloo", timeout_s)
         self._timeout_s = timeout_s
-        self._sent: deque[_Sent] = deque()
-        self._arrivals: WeakSet[Arrival] = WeakSet()
+        # By time step, with the callback for the end.
+        self._sent: deque[tuple[int, TensorTransfer, Callable[[], None] | None]] = deque()
+        self._under_way: WeakSet[TensorTransfer] = WeakSet()
 
     @property
     def open_group(self) -> dist.ProcessGroup:
@@ -49,11 +59,19 @@ class Exchange:
             raise RuntimeError("this worker has failed; start it again")
         return self.group
 
-    def receive(self, tensors: Sequence[Tensor], source: int, words: str) -> Arrival:
-        """Start receiving `tensors` from a rank. `words` name the transfer in errors."""
-        arrival = Arrival(self, tensors, source, words)
-        self._arrivals.add(arrival)
-        return arrival
+    def receive(self, tensors: Sequence[Tensor], source: int, words: str) -> TensorTransfer:
+        """Start receiving into tensors, which `complete` ends. `words` name them in errors."""
+        hosted = [t if t.device == HOST else torch.empty_like(t, device=HOST) for t in tensors]
+        transfer = TensorTransfer(f"{words} from rank {source}", tensors, hosted)
+        return self._start(transfer, lambda group, tensor: group.recv([tensor], source, 0))
+
+    def complete(self, arrival: TensorTransfer) -> Sequence[Tensor]:
+        """Wait for the tensors that are being received and return them."""
+        self._wait(arrival)
+        for tensor, host in zip(arrival.tensors, arrival.hosted, strict=True):
+            if tensor is not host:
+                tensor.copy_(host)
+        return arrival.tensors
 
     def send(
         self,
@@ -65,38 +83,41 @@ class Exchange:
     ) -> None:
         """Start sending tensors in a time step. Do not write them before the call of `gone`.
 
-        `settle` calls `gone` once the tensors have been sent. `words` name the transfer in errors.
+        `settle` calls `gone` once the tensors have been sent. `words` name them in errors.
         """
         hosted = [tensor.detach().to(HOST).contiguous() for tensor in tensors]
-        group = self.open_group  # a failure that was reported before is not reported again
-        with self.reporting(f"{words} to rank {target}"):
-            works = [group.send([tensor], target, 0) for tensor in hosted]
-        self._sent.append(_Sent(time, words, target, works, hosted, gone))
+        transfer = TensorTransfer(f"{words} to rank {target}", hosted, hosted)
+        self._start(transfer, lambda group, tensor: group.send([tensor], target, 0))
+        self._sent.append((time, transfer, gone))
 
     def settle(self, before: int) -> None:
         """Wait for the end of all sends that were started before a time step."""
-        while self._sent and self._sent[0].time < before:
-            sent = self._sent[0]
-            self.wait(sent.works, f"{sent.words} to rank {sent.target}")
+        while self._sent and self._sent[0][0] < before:
+            _, transfer, gone = self._sent[0]
+            self._wait(transfer)
             self._sent.popleft()
-            if sent.gone is not None:
-                sent.gone()
+            if gone is not None:
+                gone()
 
-    def wait(self, works: list[Any], words: str) -> None:
-        """Wait for operations and remove them from `works`.
+    def _start(
+        self, transfer: TensorTransfer, start: Callable[[dist.ProcessGroup, Tensor], Any]
+    ) -> TensorTransfer:
+        group = self.open_group  # a failure that was reported before is not reported again
+        self._under_way.add(transfer)
+        with self.reporting(transfer.words):
+            transfer.works += [start(group, tensor) for tensor in transfer.hosted]
+        return transfer
 
-        After a failure or timeout, closes the group and raises RuntimeError with the suspects.
-        """
-        with self.reporting(words):
-            while works:
-                works[0].wait(timedelta(seconds=self._timeout_s))
-                works.pop(0)
+    def _wait(self, transfer: TensorTransfer) -> None:
+        with self.reporting(transfer.words):
+            while transfer.works:
+                transfer.works[0].wait(timedelta(seconds=self._timeout_s))
+                transfer.works.pop(0)
 
     @contextmanager
     def reporting(self, words: str) -> Iterator[None]:
-        """Report a failed operation of the body as `wait` does.
-
-        An operation fails at its start if the connection to the peer is closed by then.
+        """Report a failed operation of the body: close the group and raise RuntimeError with the
+        suspects. An operation fails at its start if the connection to the peer is closed by then.
         """
         begun_s = time.monotonic()
         try:
@@ -114,31 +135,8 @@ class Exchange:
 
         They close once nothing refers to the group, not even an operation under way.
         """
-        for works in [*(sent.works for sent in self._sent), *(a.works for a in self._arrivals)]:
-            works.clear()
+        for transfer in self._under_way:
+            transfer.works.clear()
         group, self.group = self.group, None
         if group is not None:
             dist.destroy_process_group(group)
-
-
-class Arrival:
-    """Tensors that are being received."""
-
-    def __init__(self, exchange: Exchange, tensors: Sequence[Tensor], source: int, words: str):
-        self._exchange, self._source, self._words = exchange, source, words
-        self._tensors = [*tensors]
-        self._hosted = [
-            tensor if tensor.device == HOST else torch.empty_like(tensor, device=HOST)
-            for tensor in tensors
-        ]
-        group = exchange.open_group
-        with exchange.reporting(f"{words} from rank {source}"):
-            self.works = [group.recv([tensor], source, 0) for tensor in self._hosted]
-
-    def wait(self) -> list[Tensor]:
-        """Wait for all tensors and return them."""
-        self._exchange.wait(self.works, f"{self._words} from rank {self._source}")
-        for tensor, host in zip(self._tensors, self._hosted, strict=True):
-            if tensor is not host:
-                tensor.copy_(host)
-        return self._tensors

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -29,31 +30,12 @@ class Activations:
         self.live_bytes = self.peak_bytes = self.missed = 0
 
     def __enter__(self) -> Activations:
-        self._hooks = saved_tensors_hooks(self.pack, self.unpack)
+        self._hooks = saved_tensors_hooks(partial(SavedTensor, self), SavedTensor.unpack)
         self._hooks.__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         self._hooks.__exit__(*error)
-
-    def pack(self, tensor: Tensor) -> SavedTensor:
-        """Return the object that autograd saves instead of the tensor."""
-        return SavedTensor(self, tensor)
-
-    def unpack(self, kept: SavedTensor) -> Tensor:
-        """Return the saved tensor.
-
-        Raises:
-            RuntimeError: the tensor was changed in place since it was saved. Autograd itself does
-                not check this for tensors that hooks have packed.
-        """
-        if kept.tensor._version != kept.version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an "
-                f"inplace operation: {kept.tensor.type()} {list(kept.tensor.shape)} is at version "
-                f"{kept.tensor._version}; expected version {kept.version}"
-            )
-        return kept.tensor
 
     def add(self, tensor: Tensor) -> int | None:
         """Count one more saved tensor of a storage. Return the storage's key, or None if it does
@@ -104,6 +86,21 @@ class SavedTensor:
         self.meter, self.tensor = meter, tensor.detach()
         self.version = self.tensor._version
         self.key = meter.add(tensor)
+
+    def unpack(self) -> Tensor:
+        """Return the saved tensor.
+
+        Raises:
+            RuntimeError: the tensor was changed in place since it was saved. Autograd itself does
+                not check this for tensors that hooks have packed.
+        """
+        if self.tensor._version != self.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an "
+                f"inplace operation: {self.tensor.type()} {list(self.tensor.shape)} is at version "
+                f"{self.tensor._version}; expected version {self.version}"
+            )
+        return self.tensor
 
     def __del__(self) -> None:
         if self.key is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Iterable, Sequence
+from itertools import accumulate, pairwise
 from typing import Any, Literal
 
 import torch
@@ -14,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from offbeat.core.buckets.random_states import preserve_random_states
 from offbeat.strategies.solvers.stages import cut
 
-REPEATS = 3  # measurements of a child, of which the fastest one is used
+REPEATS = 3  # measurements of a child, of which the least one is used
 
 
 def split(
@@ -53,18 +54,22 @@ def split(
         )
     children = [*model.children()]
     if isinstance(balance, str):
-        costs = _times_s if balance == "time" else _flops
+        measure = _time_s if balance == "time" else _flops
         used = {x.device for x in (*example, *model.parameters())}
+        inputs, costs = example, []
         with preserve_random_states(used):
-            runs = cut(costs(children, example), stages)
+            for child in children:
+                measured = [measure(child, inputs) for _ in range(REPEATS)]
+                costs.append(min(cost for cost, _ in measured))
+                inputs = (measured[-1][1],)
+        runs = [*cut(costs, stages)]
     else:
         if len(balance) != stages or sum(balance) != len(children) or min(balance) < 1:
             raise ValueError(
                 f"balance ({list(balance)}) must be {stages} numbers of children, each at least 1 "
                 f"and {len(children)} together"
             )
-        ends = [sum(balance[: n + 1]) for n in range(stages)]
-        runs = tuple(range(a, z) for a, z in zip([0, *ends[:-1]], ends, strict=True))
+        runs = [range(a, z) for a, z in pairwise([0, *accumulate(balance)])]
     return [nn.Sequential(*(children[n] for n in run)) for run in runs]
 
 
@@ -90,19 +95,11 @@ def require_stages(stages: Sequence[nn.Module]) -> None:
                 )
 
 
-def _times_s(children: Sequence[nn.Module], example: tuple[Tensor, ...]) -> list[float]:
-    """Return the seconds of forward and backward of each child, minimum of `REPEATS`."""
-    inputs, costs = example, []
-    for child in children:
-        timed = [_time_child(child, inputs) for _ in range(REPEATS)]
-        costs.append(min(seconds for seconds, _ in timed))
-        inputs = (timed[-1][1],)
-    return costs
+def _time_s(child: nn.Module, inputs: Sequence[Tensor]) -> tuple[float, Tensor]:
+    """Return the seconds of one forward and backward of a child, and its output.
 
-
-def _time_child(child: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[float, Tensor]:
-    """Return the seconds of one forward and backward of a child, and its output. Gradients of its
-    parameters stay as they are."""
+    Gradients of its parameters stay as they are.
+    """
     given = [x.detach().requires_grad_(x.is_floating_point()) for x in inputs]
     wanted = [x for x in (*given, *child.parameters()) if x.requires_grad]
     devices = {x.device for x in wanted}
@@ -113,22 +110,19 @@ def _time_child(child: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[float, Te
     return end_of_work_s(devices) - begin_s, output.detach()
 
 
+def _flops(child: nn.Module, inputs: Sequence[Tensor]) -> tuple[float, Tensor]:
+    """Return the floating-point operations of a child's forward, and its output."""
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        output = child(*inputs)
+    return float(counter.get_total_flops()), output
+
+
 def end_of_work_s(devices: Iterable[torch.device]) -> float:
     """Return the time in seconds at which devices have ended their work."""
     for device in devices:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
     return time.perf_counter()
-
-
-def _flops(children: Sequence[nn.Module], example: tuple[Tensor, ...]) -> list[float]:
-    """Return the floating-point operations of each child's forward, by torch's counter."""
-    inputs, costs = example, []
-    for child in children:
-        with torch.no_grad(), FlopCounterMode(display=False) as counter:
-            inputs = (child(*inputs),)
-        costs.append(float(counter.get_total_flops()))
-    return costs
 
 
 def _split_traced(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -13,16 +13,18 @@ from torch import Tensor, nn
 from offbeat.core.transport import packed
 from offbeat.cyclic.state import StageState
 from offbeat.cyclic.vectors import Shape, Vectors
+from offbeat.cyclic.versions import Contents
 
 
 class Stage:
     """Trained parameters of a module, in several versions, with gradients and optimizer state.
 
     Version t are the parameters at the start of iteration t. The module's own parameters are those
-    of the newest local version, or empty without local versions.
+    of the newest local version, or empty without local versions. `moves`: the stage moves between
+    devices with its optimizer state.
     """
 
-    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer):
+    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer, moves: bool):
         self.module = module
         self._optimizer = optimizer
         self.trained = {n: p for n, p in module.named_parameters() if p.requires_grad}
@@ -36,7 +38,7 @@ class Stage:
         self._shapes = {name: Shape.of(p) for name, p in self.trained.items()}
         self.versions: dict[int, Vectors] = {}
         self.sum: Vectors | None = None
-        self._state: StageState | None = None
+        self.state = StageState(optimizer, self.trained, self._shapes) if moves else None
         # Versions in autograd graphs: a version that returns must occupy the same memory again.
         self._in_graphs: WeakValueDictionary[int, Vectors] = WeakValueDictionary()
 
@@ -48,28 +50,23 @@ class Stage:
     @property
     def nbytes(self) -> int:
         """Local bytes of parameters, gradients and optimizer state."""
-        held = {id(version): version.nbytes for version in self._all_versions()}
-        gradients = self.sum.nbytes if self.sum is not None else 0
-        state = sum(
+        vectors = [*self.all_versions(), *([self.sum] if self.sum else [])]
+        state = [
             value.nbytes
             for p in self.trained.values()
             for value in self._optimizer.state.get(p, {}).values()
             if isinstance(value, Tensor)
-        )
-        return sum(held.values()) + gradients + state
+        ]
+        return sum(one.nbytes for one in vectors) + sum(state)
 
     @property
     def device(self) -> torch.device:
         """Device of the parameters."""
         return next(iter(self._shapes.values())).device
 
-    def flat_versions(self) -> Iterator[Tensor]:
-        """Yield the flat tensors of all versions, also of those only in autograd graphs."""
-        for version in {id(v): v for v in self._all_versions()}.values():
-            yield from version.flats
-
-    def _all_versions(self) -> list[Vectors]:
-        return [*self.versions.values(), *self._in_graphs.values()]
+    def all_versions(self) -> Iterable[Vectors]:
+        """Return all local versions, also those only in autograd graphs."""
+        return {id(v): v for v in [*self.versions.values(), *self._in_graphs.values()]}.values()
 
     def begin(self, number: int) -> None:
         """Make the module's current parameters the only version."""
@@ -82,11 +79,10 @@ class Stage:
         """Return new tensors of the parameters' shapes, for parameters or gradients."""
         return Vectors(self._shapes)
 
-    def forward(self, x: Tensor, number: int) -> tuple[Any, dict[str, Tensor]]:
-        """Call the module with a version of its parameters. Return the output and the parameters.
+    def forward(self, x: Tensor, number: int) -> Any:
+        """Call the module with a version of its parameters, whose `views` are leaves of the graph.
 
-        The parameters, by name, are the leaves of the graph. While the graph is needed, the caller
-        must hold a reference to the version.
+        While the graph is needed, the caller must hold a reference to the version.
         """
         self._in_graphs[number] = self.versions[number]
         leaves = self.versions[number].views
@@ -94,17 +90,17 @@ class Stage:
         for owner, key, name in self._places:
             owner[key] = leaves[name].requires_grad_()  # type: ignore[assignment]
         try:
-            return self.module(x), leaves
+            return self.module(x)
         finally:
             for owner, key, name in self._places:
                 owner[key] = self.trained[name]
 
     def add(self, gradients: Sequence[Tensor | None]) -> None:
-        """Add the gradients of one micro-batch, in the order of `trained`, to the sum."""
+        """Add the gradients of one micro-batch, in the order of `views`, to the sum."""
         if self.sum is None:
             self.sum = self.new_vectors()
         pairs = zip(self.sum.views.values(), gradients, strict=True)
-        given = [(view, gradient) for view, gradient in pairs if gradient is not None]
+        given = [pair for pair in pairs if pair[1] is not None]
         if given:
             torch._foreach_add_(*map(list, zip(*given, strict=True)))
 
@@ -134,22 +130,45 @@ class Stage:
 
     # ---- moves between devices --------------------------------------------------------------
 
-    @property
-    def state(self) -> StageState:
-        """Optimizer state of this stage."""
-        if self._state is None:
-            self._state = StageState(self._optimizer, self.trained, self._shapes)
-        return self._state
+    def expect(self, there: Contents) -> list[Tensor]:
+        """Allocate what will be received. Return its flat tensors."""
+        for number in there.versions:
+            self.versions[number] = self._in_graphs.get(number) or self.new_vectors()
+            self.versions[number].allocate()
+        if there.summing:
+            self.sum = self.new_vectors()
+        if self.state and there.stateful:
+            self.state.allocate()
+        return self._flats(there)
 
-    def allocate_versions(self, numbers: Iterable[int]) -> list[Tensor]:
-        """Allocate versions that will be received. Return their flat tensors."""
-        for number in numbers:
-            version = self._in_graphs.get(number)
-            if version is None:
-                version = self.new_vectors()
-            version.allocate()
-            self.versions[number] = version
-        return [flat for number in numbers for flat in self.versions[number].flats]
+    def activate(self) -> None:
+        """Give the module and the optimizer what has been received."""
+        self._attach_version(self.newest)
+        if self.state:
+            self.state.restore_state()
+
+    def unload(self, there: Contents) -> tuple[list[Tensor], Callable[[], None]]:
+        """Remove the stage from this device.
+
+        Returns its flat tensors, and a callback for the end of the send, which frees their memory.
+        """
+        if self.state and there.stateful:
+            self.state.export_state()
+        tensors, left = self._flats(there), [self.versions[number] for number in there.versions]
+        self.remove_tensors()
+
+        def release_versions() -> None:
+            for version in left:
+                version.release()
+
+        return tensors, release_versions
+
+    def _flats(self, there: Contents) -> list[Tensor]:
+        """Return the flat tensors of a transfer, in the order in which they are sent."""
+        state = self.state.memory if self.state and there.stateful else None
+        parts = [self.versions[number] for number in there.versions]
+        parts += [part for part in (self.sum if there.summing else None, state) if part]
+        return [flat for part in parts for flat in part.flats]
 
     def remove_tensors(self) -> None:
         """Remove all local tensors of the stage, except versions in autograd graphs."""
@@ -157,27 +176,19 @@ class Stage:
         for p in self.trained.values():
             p.data = torch.empty(0, dtype=p.dtype, device=p.device)
             self._optimizer.state.pop(p, None)
-
-    def attach_newest(self) -> None:
-        """Make the newest version the module's parameters."""
-        self._attach_version(self.newest)
-
-    def broadcast_weights(self, rank: int, group: dist.ProcessGroup) -> None:
-        """Broadcast parameters and buffers of the module from one rank to all ranks."""
-        for tensor in [*self.module.parameters(), *self.module.buffers()]:
-            if tensor.numel():
-                dist.broadcast(tensor.data, rank, group)
+        if self.state:
+            self.state.memory = None
 
     def broadcast_newest(self, owner: int, number: int, group: dist.ProcessGroup) -> None:
         """Broadcast the newest version and the optimizer state from the owner to all ranks."""
         mine = dist.get_rank() == owner
         if not self.versions:
-            self.allocate_versions([number])
+            self.versions[number] = self.new_vectors()
         for flat in self.versions[self.newest].flats:
             dist.broadcast(flat, owner, group)
         state = [self._optimizer.state.get(p, {}) if mine else None for p in self.trained.values()]
         state = packed.broadcast_state(state, owner, group, self.device)
-        self.attach_newest()
+        self._attach_version(self.newest)
         for p, given in zip(self.trained.values(), state, strict=True):
             if given and not mine:
                 self._optimizer.state[p] = given

@@ -1,30 +1,18 @@
-"""Optimizer state of one stage in one block of memory per device, for transfers."""
+"""Optimizer state of one stage in flat memory, for transfers."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from offbeat.core.buckets.coupling import shield_parameters, trial_copy
-from offbeat.core.buckets.flat import ALIGNED_BYTES, align, with_own_storage
 from offbeat.core.buckets.random_states import preserve_random_states
-from offbeat.cyclic.vectors import Shape
+from offbeat.cyclic.vectors import Shape, Vectors
 
 _TRIAL = (2, 3)
-
-
-class _Place(NamedTuple):
-    parameter: nn.Parameter
-    name: str
-    number: type | None  # type of a value that is not a tensor
-    dtype: torch.dtype
-    shape: torch.Size
-    device: torch.device
-    begin: int
-    end: int
 
 
 class StageState:
@@ -32,6 +20,10 @@ class StageState:
 
     The layout is determined with trial parameters, so it is available before the first step. Raises
     ValueError for values of another kind.
+
+    Attributes:
+        memory: the values while the state is on its way to this device or has come from another
+            one, by (name of the parameter, name of the value); None otherwise.
     """
 
     def __init__(
@@ -40,84 +32,53 @@ class StageState:
         parameters: Mapping[str, nn.Parameter],
         shapes: Mapping[str, Shape],
     ):
-        self._optimizer, self._parameters = optimizer, list(parameters.values())
-        self._places: list[_Place] = []
-        self._sizes: dict[torch.device, int] = {}
+        self._optimizer, self._parameters = optimizer, parameters
+        self._shapes: dict[tuple[str, str], Shape] = {}
+        self._numbers: dict[tuple[str, str], type] = {}  # types of values that are not tensors
+        self.memory: Vectors | None = None
         group_of = {id(p): g for g in optimizer.param_groups for p in g["params"]}
         for name, p in parameters.items():
             if id(p) in group_of:
-                self._reserve(p, shapes[name], group_of[id(p)])
-        self._memory: dict[torch.device, Tensor] = {}
-        self._views: list[Tensor] = []
+                self._find_layout(name, shapes[name], group_of[id(p)])
 
-    @property
-    def is_present(self) -> bool:
-        """Whether the optimizer has state of these parameters."""
-        return any(p in self._optimizer.state for p in self._parameters)
+    def allocate(self) -> Vectors:
+        """Allocate the memory of the state."""
+        self.memory = Vectors(self._shapes)
+        return self.memory
 
-    def export_state(self) -> list[Tensor]:
-        """Remove the state from the optimizer and return it as bytes, one tensor per device."""
-        memory = [*self._memory.values()] or self.allocate_memory()
-        for place, view in zip(self._places, self._views, strict=True):
-            value = self._optimizer.state[place.parameter][place.name]
+    def export_state(self) -> None:
+        """Copy the optimizer's state into the memory."""
+        memory = self.memory or self.allocate()
+        for (parameter, name), view in memory.views.items():
+            value = self._optimizer.state[self._parameters[parameter]][name]
             if value is not view:
-                view.copy_(
-                    torch.as_tensor(value, dtype=place.dtype, device=view.device).view(place.shape)
-                )
-        self.clear_state()
-        return memory
-
-    def allocate_memory(self) -> list[Tensor]:
-        """Allocate memory for the state and return it, one tensor per device."""
-        self._memory = {
-            device: torch.zeros(size, dtype=torch.uint8, device=device)
-            for device, size in self._sizes.items()
-        }
-        self._views = [self._view(place) for place in self._places]
-        return [*self._memory.values()]
-
-    def _view(self, place: _Place) -> Tensor:
-        """Return a view with a storage of its own: torch.save rejects two dtypes in one storage."""
-        part = self._memory[place.device][place.begin : place.end]
-        alone = with_own_storage(part) if part.numel() else part
-        return alone.view(place.dtype).view(place.shape)
+                view.copy_(torch.as_tensor(value, dtype=view.dtype, device=view.device))
 
     def restore_state(self) -> None:
-        """Give the optimizer the state that was received into `allocate_memory`."""
-        for place, view in zip(self._places, self._views, strict=True):
-            value = view if place.number is None else place.number(view.item())
-            self._optimizer.state[place.parameter][place.name] = value
+        """Give the optimizer the state that was received into the memory, if any was."""
+        for key, view in self.memory.views.items() if self.memory else ():
+            value = self._numbers[key](view.item()) if key in self._numbers else view
+            self._optimizer.state[self._parameters[key[0]]][key[1]] = value
 
-    def clear_state(self) -> None:
-        """Remove the state and its memory."""
-        self._memory, self._views = {}, []
-        for p in self._parameters:
-            self._optimizer.state.pop(p, None)
-
-    def _reserve(self, p: nn.Parameter, shape: Shape, group: dict[str, Any]) -> None:
-        trial = nn.Parameter(torch.zeros(_TRIAL, dtype=p.dtype, device=shape.device))
+    def _find_layout(self, parameter: str, shape: Shape, group: dict[str, Any]) -> None:
+        trial = nn.Parameter(torch.zeros(_TRIAL, dtype=shape.like.dtype, device=shape.device))
         trial.grad = torch.zeros_like(trial)
         copy = trial_copy(self._optimizer, [{**group, "params": [trial]}])
         with preserve_random_states({shape.device}), shield_parameters(self._optimizer):
             copy.step()
         for name, value in copy.state[trial].items():
-            number, like, device = None, value, shape.device
+            key = parameter, name
             if isinstance(value, (bool, int, float)):
-                number, like = type(value), torch.empty((), dtype=torch.float64, device="cpu")
-                device = like.device
+                self._numbers[key] = type(value)
+                self._shapes[key] = Shape.of(torch.empty((), dtype=torch.float64, device="cpu"))
             elif isinstance(value, Tensor) and value.shape == trial.shape:
                 like = torch.empty_like(shape.like, dtype=value.dtype)
+                self._shapes[key] = Shape(like, shape.device)
             elif isinstance(value, Tensor) and value.dim() == 0:
-                device = value.device
-            elif value is None:
-                continue
-            else:
+                self._shapes[key] = Shape.of(value)
+            elif value is not None:
                 raise ValueError(
                     f"{type(self._optimizer).__name__} keeps {name!r} for a parameter, neither a "
                     "number nor a tensor of its shape, which cannot be sent; use another placement "
                     "than 'zero'"
                 )
-            begin = align(self._sizes.get(device, 0), ALIGNED_BYTES)
-            self._sizes[device] = end = begin + like.nbytes
-            place = _Place(p, name, number, like.dtype, like.shape, device, begin, end)
-            self._places.append(place)

@@ -1,8 +1,7 @@
-"""Timetables of cyclic and parallel training: device and time step of each stage's compute.
+"""Timetables of cyclic training: device and time step of each stage's compute.
 
-N micro-batches pass N stages, forward and backward, one stage per time step. In the cyclic order
-each micro-batch begins two time steps after the previous one, and iterations follow each other
-without a pause. In the parallel order all N micro-batches begin in the same time step.
+N micro-batches pass N stages, forward and backward, one stage per time step. Each micro-batch
+begins two time steps after the previous one, and iterations follow each other without a pause.
 
 Source: Cyclic Data Parallelism, Fig. 1 and 2.
 """
@@ -11,12 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Literal, NamedTuple, get_args
+
+from offbeat.core.strategy.interface import require_choice, require_count
 
 Placement = Literal["single", "workers", "pyramid", "pipeline", "zero"]
 PLACEMENTS: tuple[Placement, ...] = get_args(Placement)
 What = Literal["activation", "gradient", "sum", "total", "states"]
+Key = tuple[What, int, int]  # kind, and the stage and micro-batch that need the message
 
 
 class Work(NamedTuple):
@@ -49,22 +50,15 @@ class Message(NamedTuple):
     stage: int
     batch: int
 
-
-class Collective(NamedTuple):
-    """Collective of the devices of some stages after the works of time step `sent`.
-
-    Kinds: `all_reduce` of gradients, `broadcast` of stages, `reduce` of gradients to the home.
-    """
-
-    sent: int
-    kind: Literal["all_reduce", "broadcast", "reduce"]
-    stages: range
-    devices: tuple[int, ...]
+    @property
+    def key(self) -> Key:
+        """What the message is, whoever sends it."""
+        return self.what, self.stage, self.batch
 
 
 @dataclass(frozen=True)
 class Timetable:
-    """Timetable of `n` micro-batches over `n` stages, in cyclic or parallel order.
+    """Timetable of `n` micro-batches over `n` stages, in cyclic order.
 
     Placements:
 
@@ -80,16 +74,10 @@ class Timetable:
 
     placement: Placement
     n: int
-    cyclic: bool = True
 
     def __post_init__(self) -> None:
-        if self.placement not in PLACEMENTS:
-            known = ", ".join(PLACEMENTS)
-            raise ValueError(f"placement ({self.placement!r}) must be one of {known}")
-        if self.n < 1:
-            raise ValueError(f"stages ({self.n}) must be at least 1")
-        if self.placement == "pipeline" and not self.cyclic:
-            raise ValueError("placement ('pipeline') exists in the cyclic order only")
+        require_choice("placement", self.placement, PLACEMENTS)
+        require_count("stages", self.n)
 
     @property
     def period(self) -> int:
@@ -99,7 +87,7 @@ class Timetable:
     @property
     def devices(self) -> int:
         """Number of devices."""
-        return sum(map(self.copies, range(self.n))) if self.is_staged else self._widths[0]
+        return sum(map(self.copies, range(self.n))) if self.is_staged else self.copies(0)
 
     @property
     def is_staged(self) -> bool:
@@ -108,23 +96,17 @@ class Timetable:
 
     def copies(self, stage: int) -> int:
         """Return the number of devices that compute a stage."""
-        return self._widths[stage]
-
-    @cached_property
-    def _widths(self) -> list[int]:
         if self.placement in ("single", "pipeline"):
-            return [1] * self.n
-        if self.placement == "pyramid" and self.cyclic:
-            return [self.n - stage for stage in range(self.n)]
-        return [self.n] * self.n
+            return 1
+        return self.n - stage if self.placement == "pyramid" else self.n
 
     def device(self, batch: int, stage: int) -> int:
         """Return the device that computes a stage of a micro-batch.
 
         With `pyramid` and `pipeline` devices are numbered stage by stage, from the input on.
         """
-        before = sum(self._widths[:stage]) if self.is_staged else 0
-        return before + batch % self._widths[stage]
+        before = sum(map(self.copies, range(stage))) if self.is_staged else 0
+        return before + batch % self.copies(stage)
 
     def home(self, stage: int) -> int:
         """Return the device of a stage's first copy; with `zero` that of the copy at rest."""
@@ -133,7 +115,7 @@ class Timetable:
     def stages_of(self, device: int) -> list[int]:
         """Return the stages of which a device has a copy, with `zero` at rest."""
         if self.placement == "zero":
-            return [stage for stage in range(self.n) if self.home(stage) == device]
+            return [device]
         on = [{self.device(batch, stage) for batch in range(self.n)} for stage in range(self.n)]
         return [stage for stage in range(self.n) if device in on[stage]]
 
@@ -141,8 +123,7 @@ class Timetable:
 
     def first_step(self, batch: int) -> int:
         """Return the first time step of a micro-batch."""
-        iteration, i = divmod(batch, self.n)
-        return self.period * iteration + (2 * i if self.cyclic else 0)
+        return 2 * batch
 
     def forward_at(self, batch: int, stage: int) -> int:
         """Return the time step of a forward."""
@@ -157,22 +138,16 @@ class Timetable:
 
         Backwards come first because they free memory.
         """
-        if not self.cyclic:
-            iteration, place = divmod(time, self.period)
-            batches = range(self.n * iteration, self.n * (iteration + 1))
-            return [self._work(time, batch, place) for batch in batches]
         latest = time // 2
-        return [
-            self._work(time, batch, time - 2 * batch)
-            for batch in range(latest - self.n + 1, latest + 1)
-        ]
+        return [self._work(time, batch) for batch in range(latest - self.n + 1, latest + 1)]
 
-    def _work(self, time: int, batch: int, place: int) -> Work:
+    def _work(self, time: int, batch: int) -> Work:
+        place = time - self.first_step(batch)
         backward = place >= self.n
         stage = self.period - 1 - place if backward else place
         return Work(time, self.device(batch, stage), batch, stage, backward)
 
-    # ---- messages of the cyclic order --------------------------------------------------------
+    # ---- messages ---------------------------------------------------------------------------
 
     def due_messages(self, time: int, iterations: range) -> Iterator[Message]:
         """Yield the messages that are due in a time step, if only these iterations are computed."""
@@ -258,28 +233,3 @@ class Timetable:
             source, target = self.device(last, stage), self.home(stage)
             if iterations and self.backward_at(last, stage) == time - 1 and source != target:
                 yield Message(time - 1, time, source, target, "states", stage, last)
-
-    # ---- collectives of the parallel order ---------------------------------------------------
-
-    def collectives(self, iteration: int) -> Iterator[Collective]:
-        """Yield the collectives of an iteration in parallel order.
-
-        `workers` has one all-reduce at the end, `pyramid` one per stage after its backward. `zero`
-        broadcasts each stage before forward and backward, and reduces its gradients.
-        """
-        begin, end = self.period * iteration, self.period * (iteration + 1) - 1
-        if self.placement == "single" or self.n == 1:
-            return
-        batches = range(self.n * iteration, self.n * (iteration + 1))
-        for stage in range(self.n):
-            done = end - stage
-            one = range(stage, stage + 1)
-            members = tuple(sorted({self.device(batch, stage) for batch in batches}))
-            if self.placement == "zero":
-                for time in (begin + stage, done):
-                    yield Collective(time - 1, "broadcast", one, members)
-                yield Collective(done, "reduce", one, members)
-            elif self.placement == "pyramid":
-                yield Collective(done, "all_reduce", one, members)
-        if self.placement == "workers":
-            yield Collective(end, "all_reduce", range(self.n), tuple(range(self.n)))

@@ -10,10 +10,8 @@ in the step in which it is sent, and waits only for messages that were sent in e
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,7 +23,7 @@ from offbeat.core.runtime.stepper import BucketStepper, Settings
 from offbeat.cyclic.exchange import Exchange
 from offbeat.cyclic.splitting import end_of_work_s, require_stages
 from offbeat.cyclic.stage import Stage
-from offbeat.cyclic.timetable import Message, Placement, Timetable, What, Work
+from offbeat.cyclic.timetable import Key, Message, Placement, Timetable, Work
 from offbeat.cyclic.traffic import Traffic
 from offbeat.cyclic.vectors import Vectors
 from offbeat.cyclic.versions import Versions
@@ -36,22 +34,12 @@ Batch = tuple[Tensor, Any]
 Loss = Callable[[Tensor, Any], Tensor]
 
 
-@dataclass
-class _Forward:
-    """Forward of a micro-batch through a stage: input, output, parameters."""
+class _Forward(NamedTuple):
+    """Forward of a micro-batch through a stage: input, output, and the parameters it has used."""
 
     x: Tensor
     y: Tensor
     version: Vectors
-    leaves: dict[str, Tensor]
-
-
-@dataclass
-class _MicroBatch:
-    """State of one micro-batch: its local forwards by stage, and the gradient in its backward."""
-
-    passed: dict[int, _Forward] = field(default_factory=dict)
-    gradient: Tensor | None = None
 
 
 class Interleaved:
@@ -106,28 +94,29 @@ class Interleaved:
                 "messages are not compressed: leave it out"
             )
         skipped = int(strategy.start == "skip")
-        self._versions = Versions(self.table, strategy.rules(len(stages)), skipped)
         self._clip, self._loss, self._optimizer = strategy.clip, loss, optimizer
-        self.stages = [Stage(module, optimizer) for module in stages]
+        self._travels = placement == "zero"
+        self.stages = [Stage(module, optimizer, self._travels) for module in stages]
         trained = [[*stage.trained.values()] for stage in self.stages]
         self._stepper = BucketStepper(optimizer, trained, "step the whole model at once")
         self._stepper.require_independent()
+        present = optimizer.state.keys()
+        stateful = [j for j, parameters in enumerate(trained) if {*parameters} & present]
+        self._versions = Versions(self.table, strategy.rules(len(stages)), skipped, stateful)
         self._rank, self._exchange = _join_processes(self.table, timeout_s, self.stages, optimizer)
-        self._traffic = Traffic(self.table, self._rank, self._exchange)
-        self._travels = placement == "zero"
-        self._stateful = [self._travels and stage.state.is_present for stage in self.stages]
-        self._passing: dict[int, _MicroBatch] = defaultdict(_MicroBatch)
+        room = self._receive_buffers, self._unload_stage
+        self._traffic = Traffic(self.table, self._rank, self._exchange, *room)
+        self._forwards: dict[tuple[int, int], _Forward] = {}  # by micro-batch and stage
+        self._gradients: dict[int, Tensor] = {}  # of the outputs, by micro-batch in its backward
         self._batches: dict[int, Sequence[Batch]] = {}  # by iteration
         # By iteration: settings of the optimizer, such as learning rates, at its start.
         self._settings: dict[int, Settings] = {}
-        self._coming: dict[tuple[What, int, int], Vectors] = {}  # by kind, stage and micro-batch
-        self._with_state: dict[int, bool] = {}  # by stage in transfer to this device
+        self._coming: dict[Key, Vectors] = {}
         self._time = 0
         self._failed = False
         self._losses: list[Tensor] = []
         # Callbacks of a record: after each work with begin and end, at each message with its bytes.
         self.on_work: Callable[[Work, float, float], None] | None = None
-        self._span_s = (0.0, 0.0)  # of the last work, without waiting for messages
         self.on_sent: Callable[[Message, int], None] | None = None
         self._keep_own()
 
@@ -188,15 +177,6 @@ class Interleaved:
         self._whole = True
         return losses
 
-    def memory_bytes(self) -> int:
-        """Return the local bytes of all parameter versions, gradients and optimizer state."""
-        return sum(stage.nbytes for stage in self.stages)
-
-    def flat_versions(self) -> Iterator[Tensor]:
-        """Yield the flat tensors of all local parameter versions."""
-        for stage in self.stages:
-            yield from stage.flat_versions()
-
     def _keep_own(self) -> None:
         """Keep the stages of this device and remove the others."""
         own = self.table.stages_of(self._rank)
@@ -219,8 +199,8 @@ class Interleaved:
         self._failed = True  # until the end of this method
         self._traffic.expect(self._time, until, self._versions.series)
         # Messages that could not be sent before this iteration began.
-        self._traffic.receive(self._time - 1, self._receive_buffers)
-        self._traffic.send(self._time - 1, self._unload_stage, self.on_sent)
+        self._traffic.receive(self._time - 1)
+        self._traffic.send(self._time - 1, self.on_sent)
         while self._time < until:
             self._run_time_step()
         self._failed = False
@@ -228,79 +208,78 @@ class Interleaved:
         return losses
 
     def _run_time_step(self) -> None:
-        self._traffic.receive(self._time, self._receive_buffers)
+        self._traffic.receive(self._time)
         for work in self.table.works(self._time):
             if work.device == self._rank:
                 self._apply_total(work)
                 if work.batch // self.table.n in self._versions.series:
                     self._activate_stage(work.stage, work.batch)
-                    (self._backward if work.backward else self._forward)(work)
+                    span_s = (self._backward if work.backward else self._forward)(work)
                     if self.on_work is not None:
-                        self.on_work(work, *self._span_s)
-        self._traffic.send(self._time, self._unload_stage, self.on_sent)
+                        self.on_work(work, *span_s)
+        self._traffic.send(self._time, self.on_sent)
         self._time += 1
         last = self._versions.last
         for t in [t for t in self._batches if self.table.backward_at(last(t), 0) < self._time]:
             del self._batches[t]
             self._settings.pop(t - 1, None)  # all copies have stepped with it
 
-    def _forward(self, work: Work) -> None:
+    def _forward(self, work: Work) -> tuple[float, float]:
+        """Return begin and end in seconds, without waiting for messages."""
         batch, j, last = work.batch, work.stage, self.table.n - 1
-        stage, passing = self.stages[j], self._passing[batch]
+        stage = self.stages[j]
         x, target = self._batches[batch // self.table.n][batch % self.table.n]
         if j:
-            if self._traffic.is_expected("activation", j, batch):
-                x = self._traffic.wait_for("activation", j, batch, stage.device)[0]
-            else:
-                x = passing.passed[j - 1].y.detach()
+            came = self._traffic.take("activation", j, batch)
+            x = came[0].to(stage.device) if came else self._forwards[batch, j - 1].y.detach()
             x.requires_grad_()
         begin_s = self._time_s(stage)
         number = self._versions.version_of(batch, j)
-        y, leaves = stage.forward(x, number)
+        y = stage.forward(x, number)
         if not isinstance(y, Tensor) or not (j == last or y.is_floating_point()):
             kind = y.dtype if isinstance(y, Tensor) else type(y).__name__
             raise ValueError(f"stage {j + 1} returned {kind}; it must be one floating-point tensor")
         if j == last:
             y = self._loss(y, target)
             self._losses.append(y.detach())
-        self._span_s = begin_s, self._time_s(stage)
+        end_s = self._time_s(stage)
         if j < last and self.table.device(batch, j + 1) != self._rank:
             self._traffic.provide("activation", j + 1, batch, [y.detach()])
-        passing.passed[j] = _Forward(x, y, stage.versions[number], leaves)
+        self._forwards[batch, j] = _Forward(x, y, stage.versions[number])
         self._remove_old_versions(j, self._time + 1)
+        return begin_s, end_s
 
     def _time_s(self, stage: Stage) -> float:
         """Return the time in seconds, with a record after all work of the stage's device."""
         return end_of_work_s(() if self.on_work is None else (stage.device,))
 
-    def _backward(self, work: Work) -> None:
+    def _backward(self, work: Work) -> tuple[float, float]:
+        """Return begin and end in seconds, without waiting for messages."""
         batch, j = work.batch, work.stage
-        stage, passing = self.stages[j], self._passing[batch]
-        one, gradient = passing.passed.pop(j), passing.gradient
-        if self._traffic.is_expected("gradient", j, batch):
-            gradient = self._traffic.wait_for("gradient", j, batch, stage.device)[0]
+        stage = self.stages[j]
+        came = self._traffic.take("gradient", j, batch)
+        gradient = came[0] if came else self._gradients.pop(batch, None)
+        one = self._forwards.pop((batch, j))
         begin_s = self._time_s(stage)
-        wanted = [one.leaves[name] for name in stage.trained]
-        gradients = torch.autograd.grad(
-            one.y, [one.x, *wanted] if j else wanted, gradient, allow_unused=True
-        )
-        self._span_s = begin_s, self._time_s(stage)
+        wanted = [*([one.x] if j else []), *one.version.views.values()]
+        gradients = torch.autograd.grad(one.y, wanted, gradient, allow_unused=True)
+        end_s = self._time_s(stage)
         if j:
-            passing.gradient = torch.zeros_like(one.x) if gradients[0] is None else gradients[0]
-            gradients = gradients[1:]
-            if self.table.device(batch, j - 1) != self._rank:
-                self._traffic.provide("gradient", j - 1, batch, [passing.gradient])
-        if not passing.passed:
-            del self._passing[batch]
+            gradient, *gradients = gradients
+            gradient = torch.zeros_like(one.x) if gradient is None else gradient
+            if self.table.device(batch, j - 1) == self._rank:
+                self._gradients[batch] = gradient
+            else:
+                self._traffic.provide("gradient", j - 1, batch, [gradient])
         self._add(batch, j, gradients)
+        return begin_s, end_s
 
     # ---- gradients and versions -------------------------------------------------------------
 
     def _add(self, batch: int, j: int, found: Sequence[Tensor | None]) -> None:
         """Add gradients to the stage's sum, and pass the sum on or complete it where it is due."""
         stage = self.stages[j]
-        if self._traffic.is_expected("sum", j, batch):
-            self._traffic.wait_for("sum", j, batch, stage.device)
+        if self._traffic.take("sum", j, batch):
             stage.sum = self._coming.pop(("sum", j, batch))
         stage.add(found)
         if batch == self._versions.last(batch // self.table.n):
@@ -325,8 +304,7 @@ class Interleaved:
 
     def _apply_total(self, work: Work) -> None:
         """Update the local copy of a stage, if an iteration's gradient is due before this work."""
-        if not work.backward and self._traffic.is_expected("total", work.stage, work.batch):
-            self._traffic.wait_for("total", work.stage, work.batch, self.stages[work.stage].device)
+        if not work.backward and self._traffic.take("total", work.stage, work.batch):
             t = self.table.arriving_total(work.batch, work.stage)
             assert t is not None
             self._update(t, work.stage, self._coming.pop(("total", work.stage, work.batch)))
@@ -357,54 +335,26 @@ class Interleaved:
 
     def _receive_buffers(self, message: Message) -> list[Tensor] | None:
         """Return the tensors to receive a message into; None for an activation of unknown shape."""
-        what, j, batch = message.what, message.stage, message.batch
-        stage = self.stages[j]
-        if what == "activation":
+        stage = self.stages[message.stage]
+        if message.what == "activation":
             return None
-        if what == "gradient":
-            y = self._passing[batch].passed[j].y
+        if message.what == "gradient":
+            y = self._forwards[message.batch, message.stage].y
             # Messages are contiguous, even if the output is not.
             return [torch.empty_like(y, memory_format=torch.contiguous_format)]
-        if what != "states":
-            self._coming[what, j, batch] = stage.new_vectors()
-            return self._coming[what, j, batch].flats
-        there = self._versions.contents(j, message.due, self._stateful[j])
-        self._with_state[j] = there.stateful
-        room = stage.allocate_versions(there.versions)
-        if there.summing:
-            stage.sum = stage.new_vectors()
-            room += stage.sum.flats
-        return room + (stage.state.allocate_memory() if there.stateful else [])
+        if message.what != "states":
+            self._coming[message.key] = stage.new_vectors()
+            return self._coming[message.key].flats
+        return stage.expect(self._versions.contents(message.stage, message.due))
 
     def _activate_stage(self, j: int, batch: int) -> None:
         """Wait for a stage that moves to this device before this work, and activate it."""
-        if self._traffic.is_expected("states", j, batch):
-            stage = self.stages[j]
-            self._traffic.wait_for("states", j, batch, stage.device)
-            stage.attach_newest()
-            if self._with_state.pop(j):
-                stage.state.restore_state()
+        if self._traffic.take("states", j, batch):
+            self.stages[j].activate()
 
     def _unload_stage(self, message: Message) -> tuple[list[Tensor], Callable[[], None]]:
-        """Remove a stage that moves to another device.
-
-        Returns its tensors, and a callback for the end of the send, which frees their memory.
-        """
-        stage = self.stages[message.stage]
-        there = self._versions.contents(message.stage, message.due, self._stateful[message.stage])
-        left = [stage.versions[number] for number in there.versions]
-        tensors = [flat for version in left for flat in version.flats]
-        if there.summing:
-            assert stage.sum is not None
-            tensors += stage.sum.flats
-        tensors += stage.state.export_state() if there.stateful else []
-        stage.remove_tensors()
-
-        def release_versions() -> None:
-            for version in left:
-                version.release()
-
-        return tensors, release_versions
+        there = self._versions.contents(message.stage, message.due)
+        return self.stages[message.stage].unload(there)
 
 
 def _join_processes(
@@ -429,6 +379,7 @@ def _join_processes(
     modules = nn.ModuleList(stage.module for stage in stages)
     agree_on_optimizer(exchange.control, optimizer, modules)
     with exchange.reporting("the broadcast of rank 0's weights"):  # weights may differ
-        for stage in stages:
-            stage.broadcast_weights(0, exchange.open_group)
+        for tensor in [*modules.parameters(), *modules.buffers()]:
+            if tensor.numel():
+                dist.broadcast(tensor.data, 0, exchange.open_group)
     return exchange.control.rank, exchange

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,13 +28,13 @@ class Vectors:
     Views have version counters of their own, so autograd does not detect writes to `flats`.
     """
 
-    def __init__(self, shapes: Mapping[str, Shape]):
+    def __init__(self, shapes: Mapping[Any, Shape]):
         self._shapes = shapes
-        homes: dict[tuple[torch.dtype, torch.device], list[str]] = {}
+        homes: dict[tuple[torch.dtype, torch.device], list[Any]] = {}
         for name, shape in shapes.items():
             homes.setdefault((shape.like.dtype, shape.device), []).append(name)
         self.flats: list[Tensor] = []
-        self.views: dict[str, Tensor] = {}
+        self.views: dict[Any, Tensor] = {}
         for (dtype, device), names in homes.items():
             size = sum(shapes[name].like.numel() for name in names)
             flat, at = torch.zeros(size, dtype=dtype, device=device), 0

@@ -30,12 +30,13 @@ class Versions:
     Micro-batches of iteration t use version t where their entry in `rules[t % len(rules)]` is true,
     otherwise version t - 1. `series` are the iterations since the start or the last `finish`; all
     micro-batches of the first one use the same version. The first `skipped` iterations do not
-    update parameters.
+    update parameters. `stateful`: stages of which the optimizer had state at the start.
     """
 
     table: Timetable
     rules: Sequence[Table]
     skipped: int
+    stateful: Sequence[int] = ()
     series: range = range(0)
 
     def version_of(self, batch: int, stage: int) -> int:
@@ -53,11 +54,8 @@ class Versions:
 
         return self._used_versions(stage, since, is_pending)
 
-    def contents(self, stage: int, due: int, began_with_state: bool) -> Contents:
-        """Return the contents of a stage in a transfer that is due in time step `due`.
-
-        `began_with_state`: the optimizer had state at the start.
-        """
+    def contents(self, stage: int, due: int) -> Contents:
+        """Return the contents of a stage in a transfer that is due in time step `due`."""
         table = self.table
         ended = [t for t in self.series if table.backward_at(self.last(t), stage) < due]
         newest = max(ended, default=self.series.start - 1) + 1
@@ -67,7 +65,7 @@ class Versions:
             for t in self.series
         )
         versions = sorted({number for number in used if number < newest} | {newest})
-        return Contents(versions, summing, began_with_state or newest > self.skipped)
+        return Contents(versions, summing, stage in self.stateful or newest > self.skipped)
 
     def last(self, iteration: int) -> int:
         """Return the last micro-batch of an iteration."""

@@ -239,3 +239,34 @@ def test_weights_used_twice_within_a_stage() -> None:
     assert model[0].weight is model[2].weight
     for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-12)
+
+
+class Mixed(nn.Module):
+    """Its parameters alternate between two dtypes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.layers = nn.ModuleList(
+            nn.Linear(5, 5, dtype=dtype) for dtype in (torch.float32, torch.float64, torch.float32)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x.type_as(layer.weight)))
+        return x.double()
+
+
+def test_a_stage_whose_parameters_have_two_dtypes() -> None:
+    plain, model = Mixed(), Mixed()
+    trainer = Interleaved([model], optimizer_of("sgd", model), nn.functional.mse_loss)
+    optimizer = optimizer_of("sgd", plain)
+    for t in range(2):
+        trainer.step([batch(1, t)])
+        optimizer.zero_grad()
+        x, y = batch(1, t)
+        nn.functional.mse_loss(plain(x), y).backward()
+        optimizer.step()
+    trainer.finish()
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-6)

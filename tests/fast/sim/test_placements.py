@@ -7,18 +7,17 @@ import json
 import pytest
 from cases.scripts import benchmark
 
-from offbeat.cyclic.simulation import StageFacts, simulate
 from offbeat.cyclic.timetable import PLACEMENTS, Placement, Timetable
 
 SIZES = range(2, 12)
 timetable_costs = benchmark("timetable_costs")
-costs, total_activation_curve = timetable_costs.costs, timetable_costs.total_activation_curve
+costs, ParallelTimetable = timetable_costs.costs, timetable_costs.ParallelTimetable
 
 
 @pytest.mark.parametrize("n", SIZES)
 def test_costs_are_those_of_the_paper(n: int) -> None:
     def of(placement: Placement, cyclic: bool = True):
-        return costs(Timetable(placement, n, cyclic))
+        return costs((Timetable if cyclic else ParallelTimetable)(placement, n))
 
     assert of("single").activations == pytest.approx((n + 1) / 2)
     assert of("single", False).activations == n
@@ -70,7 +69,8 @@ def test_nothing_waits_if_stages_are_even_and_messages_are_free(
     placement: Placement, backward: float
 ) -> None:
     n = 4
-    run = simulate(Timetable(placement, n), StageFacts.unit(n, backward))
+    facts = timetable_costs.StageFacts.unit(n, backward)
+    run = timetable_costs.simulate(Timetable(placement, n), facts)
     assert run.iteration_s == pytest.approx(n * (1 + backward))
 
 
@@ -80,8 +80,8 @@ def test_only_messages_between_two_devices_in_the_cyclic_order(n: int) -> None:
         most = {"single": 0, "workers": 1, "pyramid": 2, "pipeline": 1, "zero": 1}[placement]
         assert costs(Timetable(placement, n)).messages == most
     for placement, most in (("workers", 2 * (n - 1)), ("pyramid", 2 * (n - 1) + 1)):
-        assert costs(Timetable(placement, n, False)).messages == most
-    assert costs(Timetable("zero", n, False)).messages == 2 * (n - 1)
+        assert costs(ParallelTimetable(placement, n)).messages == most
+    assert costs(ParallelTimetable("zero", n)).messages == 2 * (n - 1)
 
 
 def test_script_and_page(tmp_path, capsys) -> None:
