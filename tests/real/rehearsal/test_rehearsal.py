@@ -15,7 +15,6 @@ from oracle.quadratic import Quadratic, interpreted, model_of
 
 import offbeat
 from offbeat import Profile
-from offbeat.core.derive.lean import lean
 from offbeat.sim import predict, simulate
 
 # Each kind of step between messages: gradients at once, in halves, in windows and handed on;
@@ -98,10 +97,11 @@ def test_clock_is_the_simulators(name):
     profile = Profile.from_dict({**profile.to_dict(), "jitter": 0.1})
     strategy = parse(name)
     votes = {vote: list(outcomes) for vote, outcomes in curve.votes.items()}
-    trace = simulate(lean(strategy.plan(profile)), profile, iterations=T, votes=votes)
+    ran = curve.run.courses[0].plan
+    trace = simulate(ran, profile, iterations=T, votes=votes)
     np.testing.assert_allclose(np.diff(curve.ends_s, prepend=0), trace.iteration_seconds())
     assert curve.prediction is not None
-    expected = predict(strategy, profile, votes=votes or None)
+    expected = predict(strategy, profile, votes=votes or None, ran=ran)
     assert curve.prediction.iteration_s == expected.iteration_s
 
 
@@ -122,7 +122,8 @@ def test_the_last_period_takes_the_predicted_time(name):
     last = count - plan.prologue if votes else plan.period
     # Where sends share links, a prediction of no given length varies the times of messages.
     length = count if coupled_links(plan, profile) else None
-    expected = predict(strategy, profile, votes=votes or None, iterations=length)
+    ran = curve.run.courses[0].plan
+    expected = predict(strategy, profile, votes=votes or None, iterations=length, ran=ran)
     seconds = np.diff(curve.ends_s, prepend=0.0)[-last:].mean()
     assert seconds == pytest.approx(expected.iteration_s, rel=1e-9)
 

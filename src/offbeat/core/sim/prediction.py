@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from offbeat.core.derive.lean import lean
 from offbeat.core.plan import Plan, base_link
 from offbeat.core.profile import Profile
 from offbeat.core.profile.elsewhere import network_rate_bps
@@ -190,17 +189,13 @@ def predict_plan(
 
 
 def predict_under(plan: Plan, profile: Profile, conditions: Conditions, name: str) -> Prediction:
-    """Return the prediction for the plan of the strategy of this name; see `predict_plan`.
-
-    A job executes the lean form of the plan, so that is simulated.
-    """
-    executed = lean(plan)
+    """Return the prediction for the plan of the strategy of this name; see `predict_plan`."""
     votes = (conditions.votes or {}).values()
     replayed = max((len(v) for v in votes if isinstance(v, Sequence)), default=0)
     if replayed and conditions.iterations is None:
         conditions = replace(conditions, iterations=replayed)
-    whole = ShortPlan(executed, executed, {}, {}, (), ((0, 0),))
-    short = shorten(executed) if conditions.iterations is None else whole
+    whole = ShortPlan(plan, plan, {}, {}, (), ((0, 0),))
+    short = shorten(plan) if conditions.iterations is None else whole
     result, cycle = _simulate(short, profile, conditions)
     if replayed:
         cycle, here = None, _periods_after(short.plan, conditions.skip, len(result.ends_s))

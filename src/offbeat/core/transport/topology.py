@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from offbeat.core.plan import Groups
-from offbeat.core.transport.agreement import Agreement
+
+if TYPE_CHECKING:
+    from offbeat.core.transport.agreement import Agreement
 
 AUTO = "auto"
 DIMENSIONS = (
