@@ -100,11 +100,8 @@ class Engine:
         self._attached, self._adopted = ExitStack(), ExitStack()  # undo `attach` and `adopt`
         is_source = control.rank == 0 if sends_buffers is None else sends_buffers
         self.module_buffers = ModuleBuffers(model, is_source, flat.parameter_tensors()[0].device)
-        for p in flat.parameters:
-            if (
-                p.grad is not None
-            ):  # an optimizer may keep it, to which it would not belong any more
-                p.grad = p.grad.clone()
+        for p in flat.parameters:  # an optimizer may hold on to a gradient that nothing fills
+            p.grad = None if p.grad is None else p.grad.clone()
         self.attach(flat)
 
     # ---- set-up -----------------------------------------------------------------------------

@@ -69,15 +69,25 @@ _OWN_STEP = (("conclude", _R), ("allow_own_step", _S))
 
 Go = tuple[str, State]  # action of the engine, and the state after it; "" for no action
 
+# Before the backward pass that ends the iteration.
+_OPEN: Mapping[Event, tuple[Go, ...]] = {
+    Event.GRADIENT: (("enter_backward", _B),),
+    Event.BREAK: (("", _B),),
+    Event.NEED: (("conclude", _R),),
+    Event.STEP: _STEP,
+    Event.OWN_STEP: _OWN_STEP,
+    Event.ZERO: (("clear", _F),),
+    Event.PAUSE: (("drop", _I), ("settle", _I)),
+    Event.LEAVE: (("forget", _I), ("settle", _I)),
+}
+
 TABLE: Mapping[State, Mapping[Event, tuple[Go, ...]]] = {
     _I: {
         Event.FORWARD: (("require_unchanged", _I), ("begin_iteration", _F)),
         Event.CALL: (("flush_updates", _I),),
         Event.READ: (("flush_updates", _I),),
-        Event.GRADIENT: (
-            ("begin_iteration", _F),
-            ("enter_backward", _B),
-        ),  # of an unannounced forward
+        # Of a forward that was not announced.
+        Event.GRADIENT: (("begin_iteration", _F), ("enter_backward", _B)),
         Event.REPEAT: (("begin_iteration", _F), ("pass_forward", _F)),
         Event.NEED: (("begin_iteration", _F), ("conclude", _R)),  # of a rank without a batch
         Event.SKIP: (("begin_iteration", _F), ("leave_out", _F)),
@@ -88,18 +98,11 @@ TABLE: Mapping[State, Mapping[Event, tuple[Go, ...]]] = {
         Event.LEAVE: (("settle", _I),),
     },
     _F: {
+        **_OPEN,
         Event.FORWARD: (("", _F),),  # several forwards, one backward
         Event.CALL: (("", _F),),
         Event.READ: (("", _F),),
-        Event.GRADIENT: (("enter_backward", _B),),
-        Event.BREAK: (("", _B),),
-        Event.NEED: (("conclude", _R),),
         Event.SKIP: (("leave_out", _F),),
-        Event.STEP: _STEP,
-        Event.OWN_STEP: _OWN_STEP,
-        Event.ZERO: (("clear", _F),),
-        Event.PAUSE: (("drop", _I), ("settle", _I)),
-        Event.LEAVE: (("forget", _I), ("settle", _I)),
     },
     # Outside of autograd, BACKWARD means that the pass has ended with an exception.
     _B: {
@@ -113,18 +116,11 @@ TABLE: Mapping[State, Mapping[Event, tuple[Go, ...]]] = {
         Event.LEAVE: (("forget", _I), ("settle", _I)),
     },
     _H: {
+        **_OPEN,
         Event.FORWARD: (("", _F),),
         Event.CALL: (("", _H),),
         Event.READ: (("", _H),),
-        Event.GRADIENT: (("enter_backward", _B),),
-        Event.BREAK: (("", _B),),
-        Event.NEED: (("conclude", _R),),
         Event.SKIP: (("leave_out", _H),),
-        Event.STEP: _STEP,
-        Event.OWN_STEP: _OWN_STEP,
-        Event.ZERO: (("clear", _F),),
-        Event.PAUSE: (("drop", _I), ("settle", _I)),
-        Event.LEAVE: (("forget", _I), ("settle", _I)),
     },
     _R: {
         Event.FORWARD: (("receive", _R),),  # another backward may follow before the step
