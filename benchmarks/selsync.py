@@ -20,7 +20,7 @@ from torch import nn
 from offbeat import Profile, SelSync
 from offbeat.core.buckets.flat import Flat
 from offbeat.core.buckets.layout import BucketSpec
-from offbeat.core.runtime.context import StorageContext
+from offbeat.core.runtime.actions import StorageContext
 from offbeat.profile import Bucket, Link
 from offbeat.sessions.separate_workers import server_of
 from offbeat.sim import predict

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from offbeat.core.plan import INSIDE, Transfer, base_link
 from offbeat.core.runtime.engine import Engine
-from offbeat.core.transport.link import Message
+from offbeat.core.transport.link import Fate, Message
 
 
 def awaited_messages(engine: Engine) -> Iterator[Message]:
@@ -20,7 +20,7 @@ def awaited_messages(engine: Engine) -> Iterator[Message]:
         for index in sorted(iteration.outstanding)
     ]
     sent = (*awaited, *run.votes.pending)
-    return (one for one in sent if one.released is not None and not one.passed)
+    return (one for one in sent if one.was_sent)
 
 
 def await_messages(engine: Engine) -> None:
@@ -63,5 +63,5 @@ def settle(
             continue
         tensors, is_foreign = outcome(message)
         message.settle(end, tensors, repeats=repeats(message.transfer), is_foreign=is_foreign)
-        if message.passed:
+        if message.fate is Fate.SKIPPED:
             actions.lost.append(message.transfer)

@@ -105,7 +105,7 @@ class Tally:
             waited_s = sum(end - start for start, end in waits if end <= forward_s)
             self._script_s += forward_s - begin_s - waited_s
         for message in done.messages:
-            if message.end is not None and not message.passed:
+            if message.end is not None and message.was_sent:
                 sums = self._links.setdefault(message.transfer.link, [0, 0.0])
                 sums[0] += 1
                 sums[1] += at(message.end) - at(message.start)

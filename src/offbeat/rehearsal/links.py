@@ -23,7 +23,7 @@ from offbeat.core.transport.collectives import (
     two_levels,
 )
 from offbeat.core.transport.device import Device
-from offbeat.core.transport.link import Message, MessageLink
+from offbeat.core.transport.link import Contents, Fate, Message, MessageLink
 from offbeat.core.transport.topology import Topology
 from offbeat.rehearsal.turns import Turns
 
@@ -73,9 +73,12 @@ class MemoryLink(MessageLink):
         super().__init__(name, act, device)
         self.rank, self.group, self._network = rank, group, network
 
-    def enqueue(self, transfer: Transfer, iteration: int) -> Message:
+    def enqueue(
+        self, transfer: Transfer, iteration: int, contents: Contents | None = None
+    ) -> Message:
         order, self._next_order = self._next_order, self._next_order + 1
-        message = MemoryMessage(transfer, iteration, order, turns=self._network.turns)
+        turns = self._network.turns
+        message = MemoryMessage(transfer, iteration, order, contents, turns=turns)
         self._network.queues[self.name, self.rank].append(message)
         return message
 
@@ -101,7 +104,7 @@ class MemoryLink(MessageLink):
     def finish(self, message: Message, start: Any) -> None:
         """Let the waits for a message return."""
         message.start, message.end = start, self._device.mark()
-        message.arrive()
+        message.arrive(message.error)
 
 
 class MemoryNetwork:
@@ -179,7 +182,7 @@ class MemoryNetwork:
 
     def _run(self, links: Sequence[MemoryLink], messages: Sequence[MemoryMessage]) -> None:
         start = links[0]._device.mark()
-        if not messages[0].passed and not self._run_directly(links, messages):
+        if messages[0].fate is not Fate.SKIPPED and not self._run_directly(links, messages):
             self._run_together(links, messages)
         for link, message in zip(links, messages, strict=True):
             link.finish(message, start)

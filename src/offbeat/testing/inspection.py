@@ -82,7 +82,7 @@ class _MessageLog(Observer):
         self.messages += [
             SentMessage(m.iteration, m.transfer.link, m.order, m.transfer, m.sent_bytes)
             for m in iteration.messages
-            if not m.passed
+            if m.was_sent
         ]
 
 

@@ -25,6 +25,7 @@ from offbeat.core.measuring import codec_speed as measuring
 from offbeat.core.runtime.coding import CodedMessage, Coding, StoredPart
 from offbeat.core.transport.collectives import Collectives
 from offbeat.core.transport.device import CPU
+from offbeat.core.transport.link import Message
 from offbeat.strategies import BSP, Cyclic, DreamDDP, LocalSGD
 
 # ---- passes ---------------------------------------------------------------------------------
@@ -140,7 +141,8 @@ def test_finite_values_that_codes_or_sums_cannot_hold(name, via, value):
                 part = Part(x, x[:0], memory)
                 how = Settings(used, via, 0, keeps=True)
                 coded = CodedMessage(transfer, [part], [([error], [])], how)
-                outcomes.append(coded(link.collectives)[1])
+                coded(message := Message(transfer, 0, 0), link.collectives)
+                outcomes.append(message.culprits)
         finally:
             link.close()
         assert torch.equal(error, kept)
@@ -187,7 +189,7 @@ def test_a_message_that_fails_takes_nothing_along(via):
     transfer = LocalSGD(period=2).plan(profile_of()).transfers[0]
     coded = CodedMessage(transfer, [part], [([error], [])], how)
     with pytest.raises(RuntimeError, match="closed by peer"):
-        coded(act)
+        coded(Message(transfer, 0, 0), act)
     assert error.tolist() == [1.0] * 300
     assert part.memory == {}
 
@@ -265,7 +267,8 @@ def test_what_a_message_would_take_is_known_before_it_is_sent(via):
         try:
             coded = coding.encode_message(sent, flat.copy_index("param"), 0)
             assert sum(part.plain.nbytes for part in coded.parts) == 2 * 5 * 4
-            return coded(link.collectives)[2], coding.bytes_of(sent, 2)
+            took = coded(Message(sent, 0, 0), link.collectives)
+            return took, coding.bytes_of(sent, 2)
         finally:
             link.close()
 

@@ -178,7 +178,7 @@ def test_what_is_passed_over_lets_the_next_one_go() -> None:
     with link_of(lambda t: issued.append(t[0].item())) as link:
         messages = enqueue(link, 3)
         release(link, messages[2])
-        link.pass_over(messages[1])
+        link.skip(messages[1])
         release(link, messages[0])
         assert all(message.wait(LONG_S) for message in messages)
     assert issued == [0, 2]

@@ -27,9 +27,9 @@ import offbeat
 from offbeat.core.buckets.flat import with_own_storage
 from offbeat.core.observers import Observer
 from offbeat.core.runtime import position, waiting
+from offbeat.core.runtime.actions import Votes
 from offbeat.core.runtime.iteration import Iteration, Timestamps
 from offbeat.core.runtime.prepared import Optimizer
-from offbeat.core.runtime.votes import Votes
 from offbeat.core.runtime.waiting import Waiting
 from offbeat.core.start import connecting
 from offbeat.core.strategy.parsing import parse
@@ -140,8 +140,8 @@ def test_messages_arrive_when_the_device_has_completed_them(
     with pytest.raises(RuntimeError, match=r"has not arrived in 0\.05 s"):
         waits.wait(message, flat)
     cuda.default.reached.clear()  # compute is behind the kernel
-    lost = Message(TRANSFER, 0, 1, error=RuntimeError("lost"), released=device.mark())
-    lost.arrive()
+    lost = Message(TRANSFER, 0, 1, released=device.mark())
+    lost.arrive(RuntimeError("lost"))
     with pytest.raises(RuntimeError, match="s after its release: lost"):
         waits.wait(lost, flat)
     used[0].reached.set()
@@ -490,7 +490,13 @@ def test_decoded_messages_are_kept_for_their_readers() -> None:
 
     link = LinkThread("net", Collectives({}, _no_send), CPU())
     message, decoded = link.enqueue(TRANSFER, 0), torch.ones(3)
-    link.release(message, (), lambda *_, **__: ([decoded], [], 4, ()))
+
+    def coded(one: Message, _: Any) -> int:
+        one.tensors = [decoded]
+        return 4
+
+    message.coded = coded
+    link.release(message, ())
     flat: Any = SimpleNamespace(buckets=[SimpleNamespace(name="w")])
     Waiting(Device(), _Control(), 5.0, Observer(), lambda _: None).wait(message, flat)  # type: ignore[arg-type]
     assert link.close()
@@ -530,7 +536,7 @@ def test_votes_are_on_the_host() -> None:
         release=lambda _, tensors: released.extend(tensors),
     )
     flat: Any = SimpleNamespace(parameter_tensors=lambda: [torch.empty(1, device="meta")])
-    votes = Votes(link, None, flat, 1, 3)  # type: ignore[arg-type]
+    votes = Votes({vote_channel("net"): link}, None, flat, 1, 3)  # type: ignore[arg-type]
     vote = Vote("v", "changed", Moment("step"), Moment("end"), Phases())
     votes.send_ballots([vote], 0, [True])
     assert [t.tolist() for t in released] == [[[0.0, 1.0, 0.0]]]

@@ -212,12 +212,13 @@ def test_an_error_is_stored_if_its_message_lands(wire: str, outcome: str) -> Non
             x.data.copy_(torch.linspace(-1, 2, len(x), dtype=x.dtype))
         [before] = [x.clone() for x in flat.contents("residual")[0]]
         coded = coding.encode_message(one, flat.copy_index("param"), 0)
-        *_, errors = coded(alone())
-        assert bool(errors) is defers
+        coded(message := Message(one, 4, 0), alone())
+        assert bool(message.errors) is defers
         [residual] = flat.contents("residual")[0]
         assert residual.equal(before) is defers
         if defers and outcome != "skipped":
-            coding.store_errors(one, errors, is_foreign=outcome == "foreign")
+            message.is_foreign = outcome == "foreign"
+            coding.store_result(message, flat.copy_index("param"))
         found.append(residual.clone())
     own = torch.cat([torch.full((n,), b in one.payload.buckets) for b, n in enumerate(SIZES)])
     stored, deferred = found
@@ -251,7 +252,7 @@ def test_buffers_begin_with_weights_that_were_loaded_before_members_change(
     run: Any = SimpleNamespace(reloaded=has_loaded, _restart_buffers=Mock(), actions=Mock())
     ActivePlan.begin_epoch(run, are_united=False)
     assert run._restart_buffers.called is has_loaded
-    run.actions.coding.begin_epoch.assert_called_once_with(are_united=False)
+    run.actions.storage.coding.begin_epoch.assert_called_once_with(are_united=False)
 
 
 def test_ranks_compare_their_anchors_when_members_have_changed() -> None:
@@ -267,8 +268,7 @@ def test_members_do_not_meet_because_of_anchors_that_differ() -> None:
     """A later epoch would have them, too."""
     plan = LocalSGD(period=2, wire="int4").plan(profile())
     message = Message(plan.transfers[0], 4, 0)
-    message.error = OriginError(1, 0)
-    message.arrive()
+    message.arrive(OriginError(1, 0))
     control: Any = SimpleNamespace(rank=0, report_failure=lambda **_: "All ranks are alive.")
     waits = Waiting(CPU(), control, 1.0, Observer(), lambda _: None)
     waits.recover = Mock()

@@ -176,8 +176,8 @@ def send_codes() -> tuple[list[tuple[list[int], Any]], int]:
     large = torch.full((2 * HALF,), 1e300, dtype=torch.float64)
     for x in (spoilt, large):
         error = torch.full_like(x, KEPT)
-        _, bad, *_ = encoded(x, error)(link.collectives)
-        found.append((list(bad), error.numpy()))
+        encoded(x, error)(message := Message(sent, 0, 0), link.collectives)
+        found.append((list(message.culprits), error.numpy()))
     x = values(rank, 2 * HALF)
     message = Message(sent, 0, 0, coded=encoded(x, torch.zeros_like(x)))
     link._send(message)

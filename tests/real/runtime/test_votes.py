@@ -20,8 +20,8 @@ from harness.ranks import run_ranks
 
 from offbeat import BSP, FedAvg, SelSync, Strategy
 from offbeat.core.plan.program import Step
+from offbeat.core.runtime.actions import Votes
 from offbeat.core.runtime.active_plan import ActivePlan
-from offbeat.core.runtime.votes import Votes
 from offbeat.experiments import report as reports
 from offbeat.experiments.predictions import outcomes_of
 from offbeat.experiments.record.record_file import path_of, read
@@ -73,14 +73,14 @@ def test_parameters_and_rounds_of_one_step_are_bsp_up_to_rounding(call: Call) ->
 
 
 def test_an_earlier_vote_counts_from_the_first_iteration_that_has_its_outcome() -> None:
-    votes = Votes(None, Mock(), Mock(), 0, 2)
+    votes = Votes({}, Mock(), Mock(), 0, 2)
     votes.outcomes = {("v", 0): [], ("v", 1): [1]}
     rule = Apply("local", range(1), Moment("step"), Phases([0]), None, "v", ago=1)
     assert [votes.allows(rule, planned) for planned in range(3)] == [True, False, True]
 
 
 def test_updates_that_a_vote_excludes_are_not_shown_before_the_step() -> None:
-    votes = Votes(None, Mock(), Mock(), 0, 2)
+    votes = Votes({}, Mock(), Mock(), 0, 2)
     votes.outcomes = {("v", 0): [], ("v", 1): [1]}
     rule = Apply("local", range(1), Moment("step"), Phases([0]), None, "v")
     other = local(1, Moment("step"), [0])

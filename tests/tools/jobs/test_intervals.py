@@ -17,6 +17,7 @@ import torch
 
 from offbeat.core.runtime.iteration import BackwardSplit, Iteration, MomentTimes, Timestamps
 from offbeat.core.transport.device import CPU
+from offbeat.core.transport.link import Fate
 from offbeat.jobs import record_lines
 from offbeat.jobs.interval import Interval, LossSums, combine, quantile, recent
 from offbeat.jobs.record_lines import LineWriter, Place, follow, load, rank_file
@@ -110,7 +111,7 @@ def test_waits_are_no_script() -> None:
     begin = done.marks.forward_end
     done.marks.acted.append(MomentTimes(3, begin, begin + 1e-3, begin + 1e-3))
     done.marks.forward += 0.5 * (done.marks.forward_end - done.marks.forward)
-    done.messages[0].passed = True  # a message that was left out has no time
+    done.messages[0].fate = Fate.SKIPPED  # a message that was left out has no time
     interval = sums_of(done)
     assert interval.script_s == pytest.approx(script)
     assert interval.wait_s == pytest.approx(wait + 1e-3)

@@ -115,7 +115,7 @@ class ProfileObserver(Observer):
 
     def ended(self, iteration: Iteration) -> None:
         done, message = iteration, iteration.messages[0]
-        if message.end is not None and not message.passed:
+        if message.end is not None and message.was_sent:
             s = self._device.seconds(message.end) - self._device.seconds(message.start)
             self._messages.append((done.number, s))
         partly, self._partly = self._partly, done.abandoned

@@ -6,83 +6,81 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from offbeat.core.buckets.flat import Flat
-from offbeat.core.buckets.module_buffers import ModuleBuffers
+from offbeat.core.buckets.gradients import Gradients
 from offbeat.core.buckets.optimizer_state import StateStore
+from offbeat.core.buckets.shards import local_of
 from offbeat.core.derive import effects
 from offbeat.core.guards.finite import NonfiniteMessages
-from offbeat.core.plan import BUFFERS, INSIDE, Apply, Transfer, Vote, base_link
+from offbeat.core.plan import INSIDE, Apply, Moment, Payload, Phases, Transfer, Vote, base_link
 from offbeat.core.plan.program import Program
+from offbeat.core.plan.semantics import is_active
+from offbeat.core.plan.types import is_vote_channel, moment_of
 from offbeat.core.rules import RULES, VOTES
-from offbeat.core.runtime.coding import Coding
-from offbeat.core.runtime.context import StorageContext
+from offbeat.core.runtime.contents import Storage, StoredContents
 from offbeat.core.runtime.iteration import Iteration, MomentTimes
-from offbeat.core.runtime.votes import Votes
+from offbeat.core.runtime.updates import Updates
 from offbeat.core.runtime.waiting import Waiting
 from offbeat.core.transport.device import Mark
-from offbeat.core.transport.link import Message, MessageLink
+from offbeat.core.transport.link import Fate, Message, MessageLink
 
 
 class TensorActions:
     """Actions of one rank for one program.
 
-    An in-place transfer passes views of the storage to its link. Any other transfer sends a copy,
-    made when the message is released. Its result is stored outside the storage until it is due.
-    With `staged` all transfers send copies, so that a message that fails leaves the storage as it
-    was.
-
     Attributes:
         context: storage on which the rules run.
         votes: votes of this rank.
-        coding: codecs of the messages.
         lost: transfers whose messages the members of the job have skipped after a failure. None
             before a failure. Afterwards no message is sent, and rules that use a buffer of a lost
             transfer are left out, except updates.
         repeats: after a failure, returns whether a message is averaged over the survivors when it
             is due, and not skipped.
-        drops: whether averages that are completed will not be applied. Where members may change,
-            they leave errors and anchors as if they were skipped.
     """
 
     lost: list[Transfer] | None = None
     repeats: Callable[[Transfer], bool]
-    drops = False
 
     def __init__(
         self,
         program: Program,
-        flat: Flat,
-        state: StateStore,
+        storage: Storage,
         links: Mapping[str, MessageLink],
         waiting: Waiting,
-        module_buffers: ModuleBuffers,
         votes: Votes,
         context: StorageContext,
         suspects: NonfiniteMessages | None,
         *,
         note_later: bool,
-        staged: bool = False,
-        defers_errors: bool = False,
     ):
-        self.is_staged, self.votes, self.context = staged, votes, context
-        self._program, self._flat, self._state = program, flat, state
-        self._links, self._waiting = links, waiting
-        self._module_buffers, self._suspects = module_buffers, suspects
+        self.votes, self.context, self.storage = votes, context, storage
+        self._program, self._links, self._waiting = program, links, waiting
+        self._flat, self._suspects = storage.flat, suspects
         self._note_later = note_later  # whether the step checks averaged gradients
         self._buckets = range(program.plan.buckets)
         self.mark, self.steps = waiting.mark, program.steps
-        self.coding = Coding(program.plan, flat, context.memory, defers_errors=defers_errors)
-        self._keeps_results = defers_errors  # the links keep them, to send them after a failure
-        self._views: dict[tuple[int, int], tuple[Tensor, ...]] = {}
-        # By transfer: its link and views, if they are the same in every iteration.
-        self._fixed: dict[int, tuple[MessageLink, tuple[Tensor, ...]]] = {}
-        self._sizes: dict[int, int] = {}  # by transfer
+        self._contents: dict[int, list[StoredContents]] = {}  # by segment of the program
         # Encoded messages to a single rank; sending them changes errors and anchors.
         self._sent: list[Message] = []
+
+    # ---- iterations -------------------------------------------------------------------------
+
+    def contents(self, planned: int) -> list[StoredContents]:
+        """Return the contents of the transfers of an iteration, in issue order."""
+        segment = self._program.segment(planned)
+        if segment not in self._contents:
+            self._contents[segment] = [
+                self.storage.contents_of(
+                    t, in_nodes=self._links[t.link].collectives.levels is not None
+                )
+                for t in self._program.transfers(planned)
+            ]
+        return self._contents[segment]
 
     def enqueue(self, planned: int, number: int) -> list[Message]:
         """Enqueue the messages of one iteration on their links. Messages that this rank only
@@ -92,32 +90,37 @@ class TensorActions:
             planned: number of the iteration in the plan.
             number: number of the iteration in the run.
         """
-        messages = []
+        messages, rank = [], self._program.rank
         self.restart_coding()
-        for t in self._program.transfers(planned):
-            message = self._links[t.link].enqueue(t, number)
+        for contents in self.contents(planned):
+            t = contents.transfer
+            link = self._links[t.link]
+            message = link.enqueue(t, number, contents)
             messages.append(message)
-            if t.only_receives(self._program.rank):
-                payload, copy = t.payload, self._flat.copy_index(t.target)
-                if t.wire is not None:
-                    coded = self.coding.receiving_message(t, copy)
-                    self._links[t.link].release(message, (), coded)
-                    continue
-                like = self._flat.message_tensors(payload, copy, into=t.target)
-                received = [torch.empty_like(x) for x in like]
-                self._links[t.link].release(message, received)
+            if t.only_receives(rank):
+                link.release(message, contents.receive(message))
         return messages
+
+    def restart_coding(self) -> None:
+        """If weights were replaced, restart the anchors of codecs from the current weights."""
+        if self.storage.coding.is_outdated:
+            self.wait_for_sends()
+            self.storage.coding.restart_if_outdated()
+
+    def release_views(self) -> None:
+        """Drop all views of the storage."""
+        self._contents.clear()
 
     # ---- called by the cursor ---------------------------------------------------------------
 
     def receive(self, iteration: Iteration, index: int) -> None:
         message = iteration.messages[index]
         self.complete(message)
+        payload = message.transfer.payload
         if message.transfer.target == "param":
-            self._flat.copy_out(message.transfer.payload.buckets)
+            self._flat.copy_out(payload.buckets)
         if message.culprits and self._suspects is not None:
-            gradients = message.transfer.payload.buffer == "grad"
-            self._suspects.note(message, later=gradients and self._note_later)
+            self._suspects.note(message, later=payload.buffer == "grad" and self._note_later)
 
     def decide(self, iteration: Iteration, vote: Vote) -> bool:
         iteration.voted[vote.name] = yes = self.votes.decide(vote, iteration.planned)
@@ -144,21 +147,33 @@ class TensorActions:
 
     def release(self, iteration: Iteration, index: int) -> bool:
         message = iteration.messages[index]
-        if self.lost is not None and self.repeats(message.transfer):
+        t = message.transfer
+        link = self._links[t.link]
+        if self.lost is not None:
+            return self._release_after_failure(message, link, self.lost)
+        contents = self.contents(iteration.planned)[index]
+        if not self.votes.allows(t, iteration.planned):
+            iteration.spared_bytes += contents.size_bytes(link.collectives.size)
+            link.skip(message)
+            return False
+        if t.payload.buffer == "param":
+            self._flat.copy_in(t.payload.buckets)
+        if t.wire is not None and t.verb == "send":
+            self._follow_sends()
+            self._sent.append(message)
+        link.release(message, contents.take(message, iteration.planned))
+        return True
+
+    def _release_after_failure(
+        self, message: Message, link: MessageLink, lost: list[Transfer]
+    ) -> bool:
+        """Leave a message to the survivors of a failure. Return False if it is skipped."""
+        if self.repeats(message.transfer):
             message.released = self.mark()
             message.settle(None, None, repeats=True)
             return True
-        if self.lost is not None:
-            self.lost.append(message.transfer)
-            self._links[message.transfer.link].pass_over(message)
-            return False
-        if self.votes.allows(message.transfer, iteration.planned):
-            if message.transfer.payload.buffer == "param":
-                self._flat.copy_in(message.transfer.payload.buckets)
-            self._send(message, iteration.planned)
-            return True
-        iteration.spared_bytes += self._size(message.transfer)
-        self._links[message.transfer.link].pass_over(message)
+        lost.append(message.transfer)
+        link.skip(message)
         return False
 
     def _uses_lost(self, apply: Apply) -> bool:
@@ -176,8 +191,8 @@ class TensorActions:
 
     def pass_unsent_messages(self, iteration: Iteration) -> None:
         for message in iteration.messages:
-            if message.released is None and not message.passed:
-                self._links[message.transfer.link].pass_over(message)
+            if message.fate is Fate.QUEUED:
+                self._links[message.transfer.link].skip(message)
 
     def record_times(self, iteration: Iteration, position: int, begin: Mark, waited: Mark) -> None:
         if position < 2 * len(self._buckets):
@@ -186,65 +201,22 @@ class TensorActions:
 
     # ---- messages ---------------------------------------------------------------------------
 
-    def _send(self, message: Message, planned: int) -> None:  # noqa: C901
-        """Send the current contents of the storage.
+    def complete(self, message: Message) -> None:
+        """Wait for a message and store its result."""
+        self._waiting.wait(message, self._flat)
+        if message.fate is Fate.REPEATS:
+            self._repeat(message)
+        if message.fate is not Fate.SKIPPED and message.contents is not None:
+            message.contents.put(message)
 
-        Args:
-            message: enqueued message.
-            planned: number of its iteration in the plan.
-        """
+    def _repeat(self, message: Message) -> None:
+        """Average the payload of a message over the survivors of a failure, or over a node."""
         t = message.transfer
-        if id(t) in self._fixed:
-            self._release_views(message)
-            return
-        payload = t.payload
-        if payload.buffer == "state" or payload.moment is not None:
-            given: Sequence[Tensor] = self._state_tensors(t)
-            if self.is_staged:
-                given = [x.clone() for x in given]
-        elif payload.buffer == BUFFERS:
-            given = self._module_buffers.pack()
-        else:
-            copy = self._flat.copy_index(payload.buffer, payload.age)
-            if t.wire is not None:
-                link = self._links[t.link]
-                if self._stays_in_storage(t):
-                    message.is_stored = True
-                    coded = self.coding.encode_in_storage(t, copy, planned)
-                    link.release(message, coded.shapes, coded)
-                    return
-                if t.verb == "send":
-                    self._follow_sends()
-                    self._sent.append(message)
-                else:
-                    message.copy = copy
-                coded = self.coding.encode_message(t, copy, planned)
-                link.release(message, coded.shapes, coded)
-                return
-            key = (id(t), copy)
-            if key not in self._views:
-                self._views[key] = self._flat.message_tensors(payload, copy)
-            given = self._views[key]
-            in_place = t.in_place and not self.is_staged
-            if in_place and self._flat.copies(payload.buffer) == 1:
-                self._fixed[id(t)] = self._links[t.link], given
-                self._release_views(message)
-                return
-            if not in_place:
-                if t.verb != "send":
-                    message.copy = copy
-                given = [x.clone() for x in given]
-        self._links[t.link].release(message, given)
-
-    def _stays_in_storage(self, t: Transfer) -> bool:
-        """Return whether an encoded message works on the storage, not on a copy."""
-        in_nodes = self._links[t.link].collectives.levels is not None
-        return not (in_nodes or self.is_staged) and self.coding.stays_in_storage(t)
-
-    def _release_views(self, message: Message) -> None:
-        """Send the views of a message that are the same in every iteration."""
-        link, views = self._fixed[id(message.transfer)]
-        link.release(message, views)
+        copy = self._flat.copy_index(t.payload.buffer, t.payload.age)
+        payload = self._flat.message_tensors(t.payload, copy)
+        inside = base_link(t.link) == INSIDE
+        message.settle(self._waiting.mark(), self._waiting.repeat(payload, inside=inside))
+        message.copy = copy
 
     def _follow_sends(self) -> None:
         """Let later compute follow the encoded messages to a single rank that are sent, because
@@ -261,116 +233,148 @@ class TensorActions:
             self._waiting.wait(message, self._flat)
         self._sent.clear()
 
-    def restart_coding(self) -> None:
-        """If weights were replaced, restart the anchors of codecs from the current weights."""
-        if self.coding.is_outdated:
-            self.wait_for_sends()
-            self.coding.restart_if_outdated()
 
-    def release_views(self) -> None:
-        """Drop all views of the storage."""
-        self._views.clear()
-        self._fixed.clear()
+class Votes:
+    """Votes of one rank; all votes of a moment share one message, which gives every rank all
+    ballots."""
 
-    def staged_age(self, message: Message) -> int | None:
-        """Return the age of the buffer copy to which the result of a message belongs.
+    def __init__(
+        self,
+        links: Mapping[str, MessageLink],
+        waiting: Waiting,
+        flat: Flat,
+        rank: int,
+        world_size: int,
+    ):
+        self._link = next((one for name, one in links.items() if is_vote_channel(name)), None)
+        self._waiting, self._flat = waiting, flat
+        self._rank, self._world_size = rank, world_size
+        self._pending: dict[tuple[str, int], tuple[Message, int]] = {}
+        self.outcomes: dict[tuple[str, int], list[int]] = {}
+        """By name of the vote and number of the iteration in the plan: the ranks that voted yes."""
 
-        Returns:
-            Age of the copy; None if the message is in place or has another target buffer.
-        """
-        if message.copy is None:
-            return None
-        buffer = message.transfer.payload.buffer
-        return next(
-            age
-            for age in range(self._flat.copies(buffer))
-            if self._flat.copy_index(buffer, age) == message.copy
-        )
-
-    def arrived_message(
-        self, t: Transfer, number: int, tensors: Sequence[Tensor], age: int | None
-    ) -> Message:
-        """Return an arrived message that belongs to a checkpoint and has an unstored result.
+    def send_ballots(self, votes: Sequence[Vote], planned: int, ballots: Sequence[bool]) -> None:
+        """Send this rank's ballots in the votes of a moment.
 
         Args:
-            t: transfer of the message.
-            number: number of its iteration in the run.
-            tensors: arrived tensors.
-            age: age of the buffer copy from which it was taken, or None.
+            votes: votes of the moment.
+            planned: number of the iteration in the plan.
+            ballots: by vote, this rank's ballot.
         """
-        message = Message(t, number, order=-1)
-        message.tensors = tensors
-        message.released = message.start = message.end = self._waiting.mark()
-        if age is not None:
-            message.copy = self._flat.copy_index(t.payload.buffer, age)
-        message.arrive()
-        return message
+        assert self._link is not None
+        rule = Transfer(
+            Payload("vote", range(1)), votes[0].at, Moment("end"), Phases(), self._link.name
+        )
+        # On the host, so that the decision does not wait for the device.
+        table = torch.zeros(len(votes), self._world_size, dtype=torch.float32, device="cpu")
+        table[:, self._rank] = torch.tensor(ballots, dtype=table.dtype, device="cpu")
+        message = self._link.enqueue(rule, planned)
+        self._link.release(message, (table,))
+        for row, vote in enumerate(votes):
+            self._pending[vote.name, planned] = message, row
 
-    def _size(self, t: Transfer) -> int:
-        """Return the bytes of a message."""
-        if id(t) not in self._sizes:
-            run = t.payload.buckets
-            if t.payload.buffer == "state" or t.payload.moment is not None:
-                whole = sum(self._state.bytes_of(b, t.payload.moment) for b in run)
-                part = t.payload.slice_of(whole)
-                self._sizes[id(t)] = part.stop - part.start
-            elif t.payload.buffer == BUFFERS:
-                return self._module_buffers.size_bytes
-            elif t.wire is not None:
-                ranks = self._links[t.link].collectives.size
-                self._sizes[id(t)] = self.coding.bytes_of(t, ranks)
-            else:
-                carried = self._flat.message_tensors(
-                    t.payload, self._flat.copy_index(t.payload.buffer)
-                )
-                self._sizes[id(t)] = sum(x.nbytes for x in carried)
-        return self._sizes[id(t)]
+    def decide(self, vote: Vote, planned: int) -> list[int]:
+        """Wait for the ballots of all ranks. Return the ranks that voted yes."""
+        message, row = self._pending[vote.name, planned]
+        self._waiting.wait(message, self._flat)  # after a failure it settles all pending messages
+        del self._pending[vote.name, planned]
+        skipped = message.fate is Fate.SKIPPED
+        table = [] if skipped else message.tensors[0][row].tolist()
+        yes = [rank for rank, ballot in enumerate(table) if ballot]
+        self.outcomes[vote.name, planned] = yes
+        return yes
 
-    def complete(self, message: Message) -> None:
-        """Wait for a message and store its result."""
-        self._waiting.wait(message, self._flat)
-        if message.repeats:
-            self._repeat(message)
-        t = message.transfer
-        if t.payload.buffer == BUFFERS:
-            self._module_buffers.unpack(message.tensors)
-        if message.passed or message.is_stored or (t.in_place and not self.is_staged):
-            return
-        if t.payload.buffer == "state" or t.payload.moment is not None:
-            for target, result in zip(self._state_tensors(t), message.tensors, strict=True):
-                target.copy_(result)
-            return
-        buffer, copy = self._target(t, message)
-        if t.wire is None:
-            targets = self._flat.message_tensors(t.payload, copy, into=buffer)
-            for target, result in zip(targets, message.tensors, strict=True):
-                target.copy_(result)
-        elif not (self.drops and self._keeps_results):
-            self.coding.store_result(t, copy, buffer, message.tensors)
-            self.coding.store_errors(t, message.errors, is_foreign=message.is_foreign)
-            message.errors = ()
-            # A guard still reads tensors with culprits.
-            if not (message.culprits or self._keeps_results):
-                self.coding.give_back(message.tensors)
+    @property
+    def pending(self) -> list[Message]:
+        """Messages of the votes whose outcome is not known yet."""
+        return [message for message, _ in self._pending.values()]
 
-    def _repeat(self, message: Message) -> None:
-        """Average the payload of a message over the survivors of a failure, or over a node."""
-        t = message.transfer
-        copy = self._flat.copy_index(t.payload.buffer, t.payload.age)
-        payload = self._flat.message_tensors(t.payload, copy)
-        inside = base_link(t.link) == INSIDE
-        message.settle(self._waiting.mark(), self._waiting.repeat(payload, inside=inside))
-        message.copy = copy
+    def allows(self, rule: Transfer | Apply, planned: int) -> bool:
+        """Return whether the outcome of a rule's vote allows the rule in iteration `planned`."""
+        return is_active(rule, planned, lambda vote, ago: self.outcomes[vote, planned - ago])
 
-    def _state_tensors(self, t: Transfer) -> list[Tensor]:
-        """Return views of the optimizer state that a transfer sends."""
-        tensors = self._state.tensors(t.payload.buckets, t.payload.moment)
-        return [x[t.payload.slice_of(x.numel())] for x in tensors]
+    def forget(self, before: int) -> None:
+        """Delete the outcomes of iterations before `before`, which no rule needs any more."""
+        for key in [key for key in self.outcomes if key[1] < before]:
+            del self.outcomes[key]
 
-    def _target(self, t: Transfer, message: Message) -> tuple[str, int]:
-        """Return the buffer and the copy for the result of a message: its target, or the copy from
-        which it was taken."""
-        taken, message.copy = message.copy, None
-        if t.into or taken is None:
-            return t.target, self._flat.copy_index(t.target)
-        return t.target, taken
+
+class StorageContext:
+    """Storage of one rank, as rules read and write it; `iteration` is the iteration of the rule."""
+
+    def __init__(
+        self,
+        rank: int,
+        flat: Flat,
+        gradients: Gradients,
+        state: StateStore,
+        updates: Updates,
+    ):
+        self.rank = rank
+        self.iteration: Iteration | None = None
+        self._flat, self._gradients, self._state, self._updates = flat, gradients, state, updates
+        self._memory: dict[str, Any] = {}
+
+    def read(self, buffer: str, buckets: range, age: int = 0) -> tuple[Tensor, ...]:
+        moment = moment_of(buffer)
+        if buffer == "state" or moment is not None:
+            return self._state.tensors(buckets, moment)
+        return self._flat.tensors(buffer, buckets, self._flat.copy_index(buffer, age))
+
+    write = read
+
+    def parameters(self, buffer: str, buckets: range) -> tuple[Tensor, ...]:
+        return tuple(self._flat.parameters_of(buffer, buckets))
+
+    def squared_norm(self, buffer: str, buckets: range) -> Tensor | float:
+        tensors = self._values(buffer, buckets)
+        if self._flat.is_sharded:
+            return self._flat.shards.squared_norm(tensors)
+        return sum(torch.linalg.vector_norm(t).double().square() for t in tensors)
+
+    def scale(self, buffer: str, buckets: range, factor: float) -> None:
+        for tensor in self._values(buffer, buckets):
+            tensor *= factor
+
+    def _values(self, buffer: str, buckets: range) -> tuple[Tensor, ...]:
+        """Return the tensors of a buffer without the values that are appended to gradients."""
+        if buffer != "grad":
+            return self.read(buffer, buckets)
+        copy = self._flat.copy_index(buffer)
+        if self._flat.is_sharded:
+            gradients = self._gradients.gradient_tensors(buckets, copy)
+            return tuple(local_of(gradient) for gradient in gradients)
+        return tuple(self._flat.gradients(b, copy) for b in buckets)
+
+    def swap(self, a: str, b: str, buckets: range) -> None:
+        for one, other in zip(
+            self._flat.parameters_of(a, buckets), self._flat.parameters_of(b, buckets), strict=True
+        ):
+            kept = one.clone()
+            one.copy_(other)
+            other.copy_(kept)
+
+    def rotate(self, buffer: str) -> None:
+        self._flat.rotate(buffer)
+
+    def local(self, apply: Apply) -> None:
+        assert self.iteration is not None
+        self._updates.local(apply, self.iteration)
+
+    def reset(self, buckets: range) -> None:
+        self._state.reset(buckets)
+
+    def recall(self, name: str) -> Any:
+        return self._memory.get(name)
+
+    def keep(self, name: str, value: Any) -> None:
+        self._memory[name] = value
+
+    @property
+    def memory(self) -> dict[str, Any]:
+        """All values that rules have kept, by name."""
+        return self._memory
+
+    def show(self, name: str, numbers: Mapping[str, float]) -> None:
+        assert self.iteration is not None
+        self.iteration.shown[name] = numbers

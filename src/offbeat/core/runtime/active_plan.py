@@ -12,18 +12,17 @@ from offbeat.core.plan import (
     BUFFERS,
     Apply,
     Plan,
-    is_vote_channel,
 )
 from offbeat.core.plan.cursor import Cursor
 from offbeat.core.plan.program import Program, Step
 from offbeat.core.plan.types import BUILT_IN, moment_of
 from offbeat.core.runtime.accumulation import Accumulation
-from offbeat.core.runtime.actions import TensorActions
-from offbeat.core.runtime.context import StorageContext
+from offbeat.core.runtime.actions import StorageContext, TensorActions, Votes
+from offbeat.core.runtime.coding import Coding
+from offbeat.core.runtime.contents import Storage
 from offbeat.core.runtime.forward import ForwardHooks
 from offbeat.core.runtime.iteration import Iteration, Timestamps
 from offbeat.core.runtime.updates import AT_ONCE, Updates
-from offbeat.core.runtime.votes import Votes
 
 if TYPE_CHECKING:
     from offbeat.core.runtime.engine import Engine
@@ -79,21 +78,14 @@ class ActivePlan:
             note_later: whether the step checks averaged gradients.
         """
         engine, flat, waiting = self._engine, self.flat, self._engine.waiting
-        channel = next((one for name, one in engine.links.items() if is_vote_channel(name)), None)
-        votes = Votes(channel, waiting, flat, engine.control.rank, engine.control.world_size)
+        place = engine.control.rank, engine.control.world_size
+        votes = Votes(engine.links, waiting, flat, *place)
+        memory, defers = self.context.memory, engine.has_members
+        coding = Coding(program.plan, flat, memory, defers_errors=defers)
+        storage = Storage(flat, engine.state, engine.module_buffers, coding, engine.staged)
+        suspects, context = engine.suspects, self.context
         return TensorActions(
-            program,
-            flat,
-            engine.state,
-            engine.links,
-            waiting,
-            engine.module_buffers,
-            votes,
-            self.context,
-            engine.suspects,
-            note_later=note_later,
-            staged=engine.staged,
-            defers_errors=engine.has_members,
+            program, storage, engine.links, waiting, votes, context, suspects, note_later=note_later
         )
 
     def close(self) -> None:
@@ -107,7 +99,7 @@ class ActivePlan:
         self.actions.release_views()
         for iteration in self.cursor.iterations.values():
             for message in iteration.messages:
-                message.tensors = ()
+                message.tensors, message.contents = (), None
 
     # ---- iterations and their messages ------------------------------------------------------
 
@@ -175,12 +167,12 @@ class ActivePlan:
         """
         if self.reloaded:
             self._restart_buffers()
-        self.actions.coding.begin_epoch(are_united=are_united)
+        self.actions.storage.coding.begin_epoch(are_united=are_united)
 
     def discard_delayed_averages(self) -> None:
         """Restart the buffers of averages that have not been applied."""
         if self._engine.has_members:  # as if their messages had been skipped
-            self.actions.coding.forget_memory()
+            self.actions.storage.coding.forget_memory()
         for name in effects.delayed_buffers(self.plan):
             self.flat.restart(self.plan.all_buffers[name])
 

@@ -30,6 +30,7 @@ from offbeat.core.guards.finite import all_finite, find_bad_ranks
 from offbeat.core.plan import Plan, Transfer, Wire
 from offbeat.core.strategy.plan_memory import kept_in_storage
 from offbeat.core.transport.collectives import Collectives, Levels
+from offbeat.core.transport.link import Message
 
 
 @dataclass
@@ -119,7 +120,13 @@ class Coding:
         flat: storage of the model.
         memory: values that rules and codecs keep.
         defers_errors: whether errors are stored with the results; otherwise when messages arrive.
+
+    Attributes:
+        drops_results: whether averages that are completed will not be applied. If errors are
+            deferred, these and anchors stay then as if the messages were skipped.
     """
+
+    drops_results = False
 
     def __init__(
         self, plan: Plan, flat: Flat, memory: dict[str, Any], *, defers_errors: bool = False
@@ -271,18 +278,20 @@ class Coding:
         size = sum(x.numel() for x in numbers)
         return self._spares.take(size, _wide_dtype(numbers[0]), numbers[0].device)
 
-    def give_back(self, tensors: Sequence[Tensor]) -> None:
-        """Return tensors of a stored result to the pool of spare tensors."""
-        for mean in tensors[::2]:
-            self._spares.give(mean)
+    @property
+    def drops(self) -> bool:
+        """Whether arrived messages leave anchors, errors and buffers as they are."""
+        return self.drops_results and self._defers_errors
 
-    def store_result(self, t: Transfer, copy: int, buffer: str, tensors: Sequence[Tensor]) -> None:
-        """Store an arrived result in a buffer, and in the anchor if the transfer has one."""
+    def store_result(self, message: Message, copy: int) -> None:
+        """Store an arrived result in a copy of its target, and in the anchor if the transfer has
+        one; then the encoding errors."""
+        t = message.transfer
         assert t.wire is not None
-        targets = self._flat.split_payload(t.payload, copy, buffer)
+        targets = self._flat.split_payload(t.payload, copy, t.target)
         anchors = None if t.wire.anchor is None else self._views(t, t.wire.anchor)
         for i, (numbers, behind) in enumerate(targets):
-            mean, plain = tensors[2 * i : 2 * i + 2]
+            mean, plain = message.tensors[2 * i : 2 * i + 2]
             if t.sends_delta:
                 _for_each_piece(mean, numbers, lambda x, target: target.add_(x))
             elif anchors is None:
@@ -292,27 +301,27 @@ class Coding:
                 for target, anchor in zip(numbers, anchors[i][0], strict=True):
                     target.copy_(anchor)
             _for_each_piece(plain, behind, _store)
+        self._store_errors(message, t.wire)
+        # A guard still reads tensors with culprits. Links keep results, where members may change.
+        if not (message.culprits or self._defers_errors):
+            for mean in message.tensors[::2]:
+                self._spares.give(mean)
 
-    def store_errors(self, t: Transfer, errors: Sequence[Tensor], *, is_foreign: bool) -> None:
-        """Store the errors of a message together with its result.
-
-        Args:
-            t: transfer of the message.
-            errors: its errors that are not stored yet; none if its values were not finite.
-            is_foreign: whether another rank has sent the result, because this rank has not received
-                the message. Its error is unknown then, and becomes zero.
-        """
-        assert t.wire is not None
-        if t.wire.error is None or not (errors or is_foreign):
+    def _store_errors(self, message: Message, wire: Wire) -> None:
+        """Store the errors of a message that are not stored yet: none if its values were not
+        finite. If another rank has sent the result, because this rank has not received the message,
+        the error is unknown and becomes zero."""
+        if wire.error is None or not (message.errors or message.is_foreign):
             return
-        views = self._views(t, t.wire.error)
-        if is_foreign:
+        views = self._views(message.transfer, wire.error)
+        if message.is_foreign:
             for stored in (x for pieces, _ in views for x in pieces):
                 stored.zero_()
-            return
-        for error, (pieces, _) in zip(errors, views, strict=True):
-            _for_each_piece(error, pieces, _store)
-            self._spares.give(error)
+        else:
+            for error, (pieces, _) in zip(message.errors, views, strict=True):
+                _for_each_piece(error, pieces, _store)
+                self._spares.give(error)
+        message.errors = ()
 
     def bytes_of(self, t: Transfer, ranks: int) -> int:
         """Return the bytes of a message between `ranks` ranks."""
@@ -371,31 +380,28 @@ class CodedMessage:
         """Tensors with the shapes of the arriving tensors."""
         return [x for part in self.parts for x in (part.numbers, part.plain)]
 
-    def __call__(
-        self, act: Collectives
-    ) -> tuple[Sequence[Tensor], Sequence[int], int, Sequence[Tensor]]:
-        """Send the message.
+    def __call__(self, message: Message, act: Collectives) -> int:
+        """Send the message, and set its result: the arrived tensors, the ranks whose values were
+        not finite, and the errors that are to be stored later.
 
         Errors are stored only after the whole message has arrived.
 
         Args:
-            act: collectives of the link.
+            message: the message.
+            act: collectives of its link.
 
         Returns:
-            The arrived tensors, the ranks whose values were not finite, the bytes sent, and the
-            errors if they are to be stored later.
+            The bytes sent.
         """
         if act.levels is not None:
-            result = self._send_shards(act, act.levels)
+            sent = self._send_shards(message, act, act.levels)
         else:
-            result = self._send_whole(act)
+            sent = self._send_whole(message, act)
         # The thread of the link keeps its last message, and must not keep storage that is replaced.
         self.parts, self.errors, self.there = [], None, None
-        return result
+        return sent
 
-    def _send_whole(  # noqa: C901
-        self, act: Collectives
-    ) -> tuple[Sequence[Tensor], Sequence[int], int, Sequence[Tensor]]:
+    def _send_whole(self, message: Message, act: Collectives) -> int:  # noqa: C901
         how, sent, bad = self.settings, 0, list[int]()
         for i, part in enumerate(self.parts):
             if isinstance(part, StoredPart):
@@ -437,7 +443,8 @@ class CodedMessage:
         t = self.transfer
         if t.ranks is not None and t.payload.buffer != "grad":
             bad = []  # an earlier check reports non-finite parameters, as without a codec
-        return arrived, sorted(set(bad)), sent, deferred
+        message.tensors, message.culprits, message.errors = arrived, sorted(set(bad)), deferred
+        return sent
 
     def _keep_error(self, i: int, error: Tensor) -> None:
         """Store the encoding error of the i-th part."""
@@ -445,8 +452,8 @@ class CodedMessage:
             _for_each_piece(error, self.errors[i][0], _store)
 
     def _send_shards(  # noqa: C901
-        self, act: Collectives, levels: Levels
-    ) -> tuple[Sequence[Tensor], Sequence[int], int, Sequence[Tensor]]:
+        self, message: Message, act: Collectives, levels: Levels
+    ) -> int:
         """Average over nodes of several ranks: each rank encodes its shard of its node's average.
 
         A rank with values that are not finite fills them with NaN, so that all shards of its node
@@ -491,7 +498,8 @@ class CodedMessage:
                     _for_each_piece(numbers, self.errors[i][0], _store, shard)
         for x in taken:
             self.spares.give(x)
-        return arrived, bad, sent, deferred
+        message.tensors, message.culprits, message.errors = arrived, bad, deferred
+        return sent
 
 
 def _store(x: Tensor, stored: Tensor) -> None:

@@ -509,7 +509,7 @@ class Engine:
         self.flush()
         run = self.run
         run.reloaded = True
-        run.actions.coding.mark_stale()
+        run.actions.storage.coding.mark_stale()
         if (
             run.traits.late
             or run.traits.has_delayed_averages
@@ -540,7 +540,7 @@ class Engine:
             self.cursor.restart()
         elif run.plan.source is not None:  # `consolidate` copies the source's weights
             self.cursor.restart()
-            run.actions.coding.mark_united()
+            run.actions.storage.coding.mark_united()
 
     # ---- actions of the table of states -----------------------------------------------------
 
@@ -762,10 +762,10 @@ class Engine:
         one awaits will not be applied."""
         self.weight_looks.close()
         self.cursor.flush()
-        actions = self.run.actions
-        actions.drops = True
+        coding = self.run.actions.storage.coding
+        coding.drops_results = True
         try:
             self.cursor.receive_all()
         finally:
-            actions.drops = False
+            coding.drops_results = False
         self.observers.deliver()

@@ -31,19 +31,19 @@ class BackwardListener(Protocol):
     gradients: Gradients
 
     def on_output_gradient(self) -> None:
-        """GradientHook the begin of a backward pass, at the outputs of a forward."""
+        """Report the begin of a backward pass, at the outputs of a forward."""
 
     def on_backward_begin(self) -> None:
-        """GradientHook the first gradient of a backward pass."""
+        """Report the first gradient of a backward pass."""
 
     def on_bucket_ready(self, b: int) -> None:
-        """GradientHook the completion of the gradients of buckets 0..b."""
+        """Report the completion of the gradients of buckets 0..b."""
 
     def on_backward_end(self) -> None:
-        """GradientHook the end of a backward pass. `backward()` has not returned yet."""
+        """Report the end of a backward pass. `backward()` has not returned yet."""
 
     def on_held_backward_end(self) -> None:
-        """GradientHook the end of a backward pass that only accumulates: another one may follow."""
+        """Report the end of a backward pass that only accumulates: another one may follow."""
 
 
 ALL = 1 << 30  # more backward passes than any step has: messages wait for the step
@@ -165,7 +165,7 @@ class Hooks:
             self._on_pass_begin(blind=False)
 
     def _on_pass_begin(self, *, blind: bool) -> None:
-        """GradientHook the start of a pass, before its first gradient unless `blind`."""
+        """Report the start of a pass, before its first gradient unless `blind`."""
         self._task, self._blind, self._noticed = current_graph_task_id(), blind, False
         self._running = False
         if not blind:
@@ -195,7 +195,7 @@ class Hooks:
         return gradient is not before or _version(gradient) != version
 
     def _on_pass_end(self) -> None:
-        """GradientHook the end of a pass. `backward()` has not returned yet."""
+        """Report the end of a pass. `backward()` has not returned yet."""
         self._task = NO_TASK
         if not (self._noticed or self._has_any_gradient()):  # torch.autograd.grad leaves none
             self._listener.gradients.cancel_pass()

@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from offbeat.core.buckets.flat import Flat
 from offbeat.core.runtime.engine import Engine
 from offbeat.core.runtime.iteration import Iteration, Timestamps
+from offbeat.core.transport.link import Message
 
 State = dict[str, Any]
 _NO_MESSAGE = {
@@ -24,7 +26,6 @@ _NO_MESSAGE = {
     "age": None,
     "culprits": [],
     "is_foreign": False,
-    "is_stored": False,
 }
 
 
@@ -65,7 +66,7 @@ def restore(engine: Engine, state: Mapping[str, Any]) -> None:
         run.flat.fill(name, contents)
     if state["gradients"] is not None:
         run.gradients.restore(state["gradients"])
-    run.actions.coding.mark_restored()
+    run.actions.storage.coding.mark_restored()
     run.windows.restart()
     run.context.memory.update(_on_device(state["memory"], where))
     run.votes.outcomes.update(state["votes"])
@@ -110,18 +111,17 @@ def _capture_iteration(engine: Engine, iteration: Iteration) -> State:
     run, messages = engine.run, {}
     for index in sorted(iteration.outstanding):
         message = iteration.messages[index]
-        if message.transfer.in_place and run.actions.is_staged:
+        contents = run.actions.contents(iteration.planned)[index]
+        if message.transfer.in_place and not contents.in_place:
             run.actions.complete(message)  # a message in place is in the storage now, too
         else:
             engine.waiting.wait(message, run.flat)
+        in_storage = message.transfer.in_place or contents.in_place
         messages[index] = {
-            "tensors": ()
-            if message.transfer.in_place or message.is_stored
-            else tuple(message.tensors),
-            "is_stored": message.is_stored,
+            "tensors": () if in_storage else tuple(message.tensors),
             "errors": tuple(message.errors),
             "is_foreign": message.is_foreign,
-            "age": run.actions.staged_age(message),
+            "age": _age_of_copy(run.flat, message),
             "culprits": list(message.culprits),
         }
     settings = iteration.settings
@@ -131,6 +131,16 @@ def _capture_iteration(engine: Engine, iteration: Iteration) -> State:
         "settings": None if settings is None else run.updates.stepper.as_list(settings),
         "messages": messages,
     }
+
+
+def _age_of_copy(flat: Flat, message: Message) -> int | None:
+    """Return the age of the copy of the buffer to which the result of a message belongs; None if
+    the message is in place or has another target buffer."""
+    if message.copy is None:
+        return None
+    buffer = message.transfer.payload.buffer
+    ages = range(flat.copies(buffer))
+    return next(age for age in ages if flat.copy_index(buffer, age) == message.copy)
 
 
 def _on_device(values: Any, where: torch.device) -> Any:
@@ -145,16 +155,17 @@ def _restore_iteration(
     arrived."""
     run, now = engine.run, engine.iteration
     number = now - (planned - saved["planned"])
-    rules, messages = run.program.transfers(saved["planned"]), saved["messages"]
-    restored = []
-    for index, transfer in enumerate(rules):
-        state = messages.get(index, _NO_MESSAGE)
-        tensors = _on_device(list(state["tensors"]), where)
-        message = run.actions.arrived_message(transfer, number, tensors, state["age"])
-        message.culprits = state["culprits"]
+    messages, restored = saved["messages"], []
+    for index, contents in enumerate(run.actions.contents(saved["planned"])):
+        state, t = messages.get(index, _NO_MESSAGE), contents.transfer
+        message = Message(t, number, -1, contents)
+        message.released = message.start = message.end = engine.device.mark()
+        message.tensors = _on_device(list(state["tensors"]), where)
         message.errors = _on_device(list(state["errors"]), where)
-        message.is_foreign = state["is_foreign"]
-        message.is_stored = state["is_stored"]
+        message.culprits, message.is_foreign = state["culprits"], state["is_foreign"]
+        if state["age"] is not None:
+            message.copy = run.flat.copy_index(t.payload.buffer, state["age"])
+        message.arrive()
         restored.append(message)
     listed = saved["settings"]
     return Iteration(

@@ -12,7 +12,7 @@ from offbeat.core.codecs.average import OriginError
 from offbeat.core.observers import Observer
 from offbeat.core.transport.control import Control
 from offbeat.core.transport.device import Device, Mark
-from offbeat.core.transport.link import Message
+from offbeat.core.transport.link import Fate, Message
 from offbeat.elastic.repeated_averages import RepeatedAverages
 
 LOOK_EVERY_S = 0.5  # seconds between two checks for failures of other ranks
@@ -69,13 +69,13 @@ class Waiting:
             with self._control.waiting(lambda: f"waiting for {_describe_message(message, flat)}"):
                 self._await(message, flat)
             self._observers.waited()
-        if message.error is not None and not message.settled:
+        if message.fate is Fate.FAILED:
             passed_s = _seconds_since_release(message)
             after = "" if passed_s is None else f", {passed_s:.1f} s after its release"
             # All ranks find that their anchors differ, which another epoch would not change.
             recovers = not isinstance(message.error, OriginError)
             self._fail(message, flat, f"failed{after}: {message.error}", recovers=recovers)
-        if message.passed or message.repeats:
+        if message.fate in (Fate.SKIPPED, Fate.REPEATS):
             return
         self._device.follow(message.end)
         if message.coded is not None:  # the thread of the link has allocated the decoded tensors

@@ -6,8 +6,9 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from queue import SimpleQueue
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
@@ -18,13 +19,36 @@ if TYPE_CHECKING:
     from offbeat.core.transport.device import Device, Mark
 
 Guard = Callable[["Transfer", Tensor, "Mapping[Verb, Collective]"], list[int]]
-Coded = Callable[..., "tuple[Sequence[Tensor], Sequence[int], int, Sequence[Tensor]]"]
-"""Encodes, sends and decodes a message.
-
-Returns the received tensors, the ranks with values that were not finite, the bytes sent, and the
-encoding errors that are still to be stored.
-"""
 THREAD_PREFIX = "offbeat-link-"
+
+
+class Fate(Enum):
+    """What has become of a message."""
+
+    QUEUED = "queued"
+    RELEASED = "released"
+    ARRIVED = "arrived"
+    SKIPPED = "skipped"
+    FAILED = "failed"
+    REPEATS = "repeats"  # the members of the job average it among themselves when it is due
+
+
+class Contents(Protocol):
+    """Where the tensors of a transfer's messages come from, and where their results go."""
+
+    transfer: Transfer
+
+    def take(self, message: Message, planned: int) -> Sequence[Tensor]:
+        """Return the tensors of a message that is about to be released.
+
+        Args:
+            message: the message.
+            planned: number of its iteration in the plan.
+        """
+        ...
+
+    def put(self, message: Message) -> None:
+        """Store the result of a message that has arrived."""
 
 
 @dataclass(slots=True, eq=False)
@@ -37,21 +61,21 @@ class Message:
     transfer: Transfer
     iteration: int
     order: int
+    contents: Contents | None = None  # None: the sender keeps the tensors
+    fate: Fate = Fate.QUEUED
     tensors: Sequence[Tensor] = ()
     errors: Sequence[Tensor] = ()  # encoding errors, to be stored with the result
-    coded: Coded | None = None  # sends encoded tensors in place of the collective
+    # Encodes, sends and decodes the tensors in place of the collective; returns the bytes sent.
+    coded: Callable[[Message, Collectives], int] | None = None
     coded_bytes: int = 0  # bytes of the encoded payload
     sent_bytes: int = 0  # bytes that the link's own group has sent
-    passed: bool = False  # whether the message is skipped
     released: Mark | None = None
     released_s: float = 0.0  # `perf_counter` seconds of the host at the release
     start: Mark | None = None
     end: Mark | None = None
     error: BaseException | None = None
     culprits: Sequence[int] = ()  # ranks whose values were not finite
-    is_stored: bool = False  # whether the link stores the result of an encoded message itself
-    settled: bool = False  # whether the members of the job have agreed on its outcome
-    repeats: bool = False  # whether the members average it among themselves when it is due
+    settled: bool = False  # whether the members of the job have agreed on its fate
     copy: int | None = None  # copy of the buffer from which it was taken, until it is stored
     is_foreign: bool = False  # whether another member has sent its result after a failure
     # The lock is held until the message has arrived. A lock is cheaper than an event.
@@ -60,14 +84,21 @@ class Message:
     def __post_init__(self) -> None:
         self._arrived.acquire()
 
-    def arrive(self) -> None:
-        """Let all calls of `wait` return."""
+    def arrive(self, error: BaseException | None = None) -> None:
+        """Let all calls of `wait` return, unless the members have agreed on the fate before."""
+        if not self.settled and self.fate is not Fate.SKIPPED:
+            self.error, self.fate = error, Fate.ARRIVED if error is None else Fate.FAILED
         self._arrived.release()
 
     @property
     def done(self) -> bool:
-        """Whether the message has arrived."""
+        """Whether the message has arrived, was skipped or has failed."""
         return not self._arrived.locked()
+
+    @property
+    def was_sent(self) -> bool:
+        """Whether it has been released, and not been skipped since."""
+        return self.released is not None and self.fate is not Fate.SKIPPED
 
     def forget_error(self) -> None:
         """Drop the frames of this message's error. They hold references to the process group of the
@@ -96,13 +127,13 @@ class Message:
             repeats: whether a message without a result is repeated; otherwise it is skipped.
             is_foreign: whether another member has sent the result.
         """
-        self.is_foreign = is_foreign
-        self.settled, self.error, self.repeats = True, None, repeats and tensors is None
-        self.start = self.end = None if tensors is None else end
+        self.settled, self.error, self.is_foreign = True, None, is_foreign
         if tensors is None:
-            self.passed = not repeats
+            self.start = self.end = None
+            self.fate = Fate.REPEATS if repeats else Fate.SKIPPED
         else:
-            self.tensors = tensors
+            self.start = self.end = end
+            self.tensors, self.fate = tensors, Fate.ARRIVED
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until the message has arrived. Return False on timeout. May be called repeatedly."""
@@ -131,29 +162,23 @@ class MessageLink:
         self._device = device
         self._next_order = 0
 
-    def enqueue(self, transfer: Transfer, iteration: int) -> Message:
+    def enqueue(
+        self, transfer: Transfer, iteration: int, contents: Contents | None = None
+    ) -> Message:
         """Return a message with the next number. It starts after `release`."""
-        message = Message(transfer, iteration, self._next_order)
+        message = Message(transfer, iteration, self._next_order, contents)
         self._next_order += 1
         return message
 
-    def release(
-        self, message: Message, tensors: Sequence[Tensor], coded: Coded | None = None
-    ) -> None:
-        """Let a message of these tensors start when all earlier messages have been issued.
-
-        Args:
-            message: enqueued message.
-            tensors: tensors of the message.
-            coded: see `Coded`; None without a codec.
-        """
-        message.tensors, message.coded = tensors, coded
+    def release(self, message: Message, tensors: Sequence[Tensor]) -> None:
+        """Let a message of these tensors start when all earlier messages have been issued."""
+        message.tensors, message.fate = tensors, Fate.RELEASED
         message.released, message.released_s = self._device.mark(), time.perf_counter()
         self._submit(message)
 
-    def pass_over(self, message: Message) -> None:
+    def skip(self, message: Message) -> None:
         """Skip a message without sending it, so that later messages can start."""
-        message.passed = True
+        message.fate = Fate.SKIPPED
         self._submit(message)
 
     def close(self, timeout_s: float = 2.0) -> bool:
@@ -188,13 +213,14 @@ class MessageLink:
         raise NotImplementedError
 
     def _send(self, message: Message) -> None:
+        """Run the collective of a message, with its codec or the check for finite values."""
         t, act = message.transfer, self.collectives
         if message.coded is not None:
-            message.tensors, culprits, sent, message.errors = message.coded(act)
+            sent = message.coded(message, act)
             # In nodes of several ranks each one sends a shard of the message.
             message.coded_bytes = sent if act.levels is None else sent * act.levels.owners
-            if self.guard is not None:
-                message.culprits = culprits
+            if self.guard is None:
+                message.culprits = ()
             between = act if act.levels is None else act.levels.column
             self._count(message, between.sent_bytes("all_reduce", sent))
             return
@@ -255,7 +281,7 @@ class LinkThread(MessageLink):
 
     def _submit(self, message: Message) -> None:
         if self._detached:
-            message.passed = True
+            message.fate = Fate.SKIPPED
             message.arrive()
         else:
             self._released.put(message)
@@ -280,7 +306,7 @@ class LinkThread(MessageLink):
     def _run(self, message: Message, failed: BaseException | None) -> BaseException | None:
         """Run one message. After a failure all later messages fail with the same error."""
         try:
-            if failed is None and not message.passed:
+            if failed is None and message.fate is not Fate.SKIPPED:
                 message.start, message.end = self._device.run(message.released, self._send, message)
                 # NCCL returns while its kernel still waits for other ranks. Waits for the message
                 # have a timeout, so the message must not arrive before.
@@ -289,6 +315,5 @@ class LinkThread(MessageLink):
                     self._keep(message)
         except BaseException as error:
             failed, self._held = error, message.tensors
-        message.error = failed
-        message.arrive()
+        message.arrive(failed)
         return failed

@@ -82,7 +82,7 @@ class VoteLog:
     def add_iteration(self, done: Iteration, votes: Sequence[str]) -> None:
         """Add a finished iteration with these votes."""
         self._iterations.append(done.number)
-        sent = [m for m in done.messages if not m.passed and base_link(m.transfer.link) != INSIDE]
+        sent = [m for m in done.messages if m.was_sent and base_link(m.transfer.link) != INSIDE]
         payloads = (
             m.coded_bytes if m.transfer.wire is not None else sum(x.nbytes for x in m.tensors)
             for m in sent
