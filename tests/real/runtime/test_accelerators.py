@@ -350,7 +350,9 @@ def test_values_of_rules_and_codecs_return_to_the_device() -> None:
     memory: dict[str, Any] = {}
     run = SimpleNamespace(
         flat=SimpleNamespace(),
-        actions=SimpleNamespace(coding=SimpleNamespace(mark_restored=lambda: None)),
+        actions=SimpleNamespace(
+            storage=SimpleNamespace(coding=SimpleNamespace(mark_restored=lambda: None))
+        ),
         windows=SimpleNamespace(restart=lambda: None),
         context=SimpleNamespace(memory=memory),
         votes=SimpleNamespace(outcomes={}),

@@ -17,7 +17,6 @@ import torch
 
 from offbeat.core.runtime.iteration import BackwardSplit, Iteration, MomentTimes, Timestamps
 from offbeat.core.transport.device import CPU
-from offbeat.core.transport.link import Fate
 from offbeat.jobs import record_lines
 from offbeat.jobs.interval import Interval, LossSums, combine, quantile, recent
 from offbeat.jobs.record_lines import LineWriter, Place, follow, load, rank_file
@@ -43,10 +42,10 @@ def made_iteration(rng: random.Random, number: int, begin_s: float, links: int =
     )
     took = {f"eth{k}": rng.uniform(1e-3, 5e-3) for k in range(links)}
     messages = [
-        SimpleNamespace(transfer=SimpleNamespace(link=link), start=end, end=end + s, passed=False)
+        SimpleNamespace(transfer=SimpleNamespace(link=link), start=end, end=end + s, was_sent=True)
         for link, s in took.items()
     ]
-    messages.append(SimpleNamespace(transfer=None, start=None, end=None, passed=True))
+    messages.append(SimpleNamespace(transfer=None, start=None, end=None, was_sent=False))
     done = Iteration(number=number, marks=marks, messages=messages)  # type: ignore[arg-type]
     return done, (marks.end - begin_s, wait, script, took)
 
@@ -111,7 +110,7 @@ def test_waits_are_no_script() -> None:
     begin = done.marks.forward_end
     done.marks.acted.append(MomentTimes(3, begin, begin + 1e-3, begin + 1e-3))
     done.marks.forward += 0.5 * (done.marks.forward_end - done.marks.forward)
-    done.messages[0].fate = Fate.SKIPPED  # a message that was left out has no time
+    done.messages[0].was_sent = False  # a message that was left out has no time
     interval = sums_of(done)
     assert interval.script_s == pytest.approx(script)
     assert interval.wait_s == pytest.approx(wait + 1e-3)

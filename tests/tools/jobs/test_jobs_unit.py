@@ -52,7 +52,7 @@ def test_three_weeks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job._count = job._next = 0
     job._board = SimpleNamespace(post=lambda _: None)  # type: ignore[assignment]
     took = list[float]()
-    sent: Any = SimpleNamespace(transfer=SimpleNamespace(link="eth0"), passed=False)
+    sent: Any = SimpleNamespace(transfer=SimpleNamespace(link="eth0"), was_sent=True)
     done = Iteration(number=0, marks=(marks := Timestamps()), messages=[sent])
     while now[0] < 3 * 7 * 86400.0:
         s = 20 * rng.lognormvariate(0, 0.3)

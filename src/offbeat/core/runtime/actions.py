@@ -221,10 +221,13 @@ class TensorActions:
     def _follow_sends(self) -> None:
         """Let later compute follow the encoded messages to a single rank that are sent, because
         the link has changed their anchors."""
-        sent = [message for message in self._sent if message.done]
-        self._sent = [message for message in self._sent if not message.done]
-        for message in sent:
-            self._waiting.wait(message, self._flat)
+        pending = list[Message]()
+        for message in self._sent:
+            if message.done:
+                self._waiting.wait(message, self._flat)
+            else:
+                pending.append(message)
+        self._sent = pending
 
     def wait_for_sends(self) -> None:
         """Wait until all encoded messages to a single rank are sent. Other ranks must have begun

@@ -5,9 +5,11 @@ from __future__ import annotations
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
+from offbeat.core.buckets.attached import NamedParameters
 from offbeat.core.derive import effects
 from offbeat.core.derive.drained import drained_plan
 from offbeat.core.derive.traits import PlanTraits
+from offbeat.core.guards.gradients_read import WEIGHTS, ReadHook
 from offbeat.core.plan import (
     BUFFERS,
     Apply,
@@ -21,6 +23,7 @@ from offbeat.core.runtime.actions import StorageContext, TensorActions, Votes
 from offbeat.core.runtime.coding import Coding
 from offbeat.core.runtime.contents import Storage
 from offbeat.core.runtime.forward import ForwardHooks
+from offbeat.core.runtime.hooks import Hooks
 from offbeat.core.runtime.iteration import Iteration, Timestamps
 from offbeat.core.runtime.updates import AT_ONCE, Updates
 
@@ -70,6 +73,26 @@ class ActivePlan:
                 engine.model, self.flat, engine.complete_bucket, engine.before_read
             )
 
+        self.looks, self.weight_looks = self._create_looks(), self._watch_weights()
+
+    def _create_looks(self) -> ReadHook:
+        """Return the hooks that run when code reads gradients before the step."""
+        engine, parameters = self._engine, self.gradients.parameters
+        if engine.watched is not None:
+            return ReadHook(parameters, engine.watched.record_read)
+        if self.traits.on_arrival or self.plan.source is not None:
+            return ReadHook(parameters, self.updates.refuse_read)
+        # Otherwise the gradients that code can read are final, unless a node still averages them.
+        inside = parameters if self.traits.averages_inside else []
+        return ReadHook(inside, engine.complete_held_passes)
+
+    def _watch_weights(self) -> ReadHook:
+        """Return the hooks that complete updates after the step when code reads weights."""
+        late, act = self.traits.on_arrival, self._engine.complete_updates
+        modules = self._engine.model.modules() if late else ()
+        self._named = [NamedParameters(module, act) for module in modules]
+        return ReadHook(self.flat.parameters if late else [], act, WEIGHTS)
+
     def _create_actions(self, program: Program, *, note_later: bool) -> TensorActions:
         """Return the actions of a program on the storage and the links of this rank.
 
@@ -89,10 +112,13 @@ class ActivePlan:
         )
 
     def close(self) -> None:
-        """Remove the forward hooks and restore the schedulers."""
-        if self.forward_hooks is not None:
-            self.forward_hooks.remove()
+        """Remove all hooks and restore the schedulers."""
+        for hooks in (self.forward_hooks, *self._named):
+            if hooks is not None:
+                hooks.remove()
         self.windows.close()
+        self.looks.close()
+        self.weight_looks.close()
 
     def release_views(self) -> None:
         """Drop all references to tensors of the storage, before the engine replaces the storage."""
@@ -195,6 +221,19 @@ class ActivePlan:
             for s in self.program.steps(iteration.planned)
         )
         return not busy and not self.traits.late and self.plan.source is None
+
+    def require_held_gradients(self, hooks: Hooks) -> None:
+        """Raise ValueError if gradients were changed after backward passes that only accumulate and
+        the plan applies other gradients, or sums or averages over several ranks."""
+        traits = self.traits
+        handed = traits.late or traits.averages_inside or self.plan.source is not None
+        if handed and hooks.added_passes and hooks.version != self.gradients.version():
+            raise ValueError(
+                "gradients were changed between backward and optimizer.step() (clipping?), but "
+                f"the gradients of {hooks.added_passes} backward passes are sent in the step, "
+                "because the number of passes was unknown or smaller than before; wrap all passes "
+                f"but the last in `with model.no_sync():`, or {traits.remedy or 'use WFBP()'}"
+            )
 
     def require_skippable(self, iteration: Iteration, *, adding: bool) -> None:
         """Raise RuntimeError if an iteration cannot end without its update.

@@ -15,7 +15,6 @@ import torch
 from torch import nn
 from torch._C import _current_graph_task_id as current_graph_task_id
 
-from offbeat.core.buckets.attached import NamedParameters
 from offbeat.core.buckets.flat import Flat
 from offbeat.core.buckets.gradients import Gradients
 from offbeat.core.buckets.layout import BucketSpec
@@ -26,7 +25,6 @@ from offbeat.core.derive import effects
 from offbeat.core.derive.lean import keeps_gradients, leaves_gradients
 from offbeat.core.guards.finite import NonfiniteMessages
 from offbeat.core.guards.foreign_step import ForeignStepGuard
-from offbeat.core.guards.gradients_read import WEIGHTS, ReadHook
 from offbeat.core.guards.script_usage import UsageRecorder
 from offbeat.core.guards.step_hooks import has_hooks
 from offbeat.core.observers import Observers
@@ -154,9 +152,6 @@ class Engine:
         self.run = ActivePlan(plan, self, planned, former)
         self._adopted.callback(self.run.close)
         self.plan, self.traits, self.cursor = plan, self.run.traits, self.run.cursor
-        self._looks = self._create_looks()
-        self._adopted.callback(self._looks.close)
-        self._watch_weights()
 
     def _place_gradients(self, plan: Plan, *, continues: bool) -> None:
         """Allocate the buffers of a plan, and decide where its gradients are."""
@@ -189,26 +184,9 @@ class Engine:
         the next adopted plan."""
         self.watched = watched
 
-    def _create_looks(self) -> ReadHook:
-        """Return the hooks that run when code reads gradients before the step."""
-        if self.watched is not None:
-            return ReadHook(self.gradients.parameters, self.watched.record_read)
-        if self.traits.on_arrival or self.plan.source is not None:
-            return ReadHook(self.gradients.parameters, self.run.updates.refuse_read)
-        # Otherwise the gradients that code can read are final, unless a node still averages them.
-        inside = self.gradients.parameters if self.traits.averages_inside else []
-        return ReadHook(inside, self._complete_held_passes)
-
-    def _watch_weights(self) -> None:
-        """If updates run after the step, complete them before user code reads weights through the
-        bare module or through stored references."""
-        late, act = self.traits.on_arrival, self._complete_updates
-        self.weight_looks = ReadHook(self.flat.parameters if late else [], act, WEIGHTS)
-        self._adopted.callback(self.weight_looks.close)
-        for module in self.model.modules() if late else ():
-            self._adopted.callback(NamedParameters(module, act).remove)
-
-    def _complete_updates(self) -> None:
+    def complete_updates(self) -> None:
+        """Complete all updates before user code reads weights through the bare module or through
+        stored references."""
         if get_ident() == self._thread:  # reads by other threads do not complete updates
             self.flush()
 
@@ -233,25 +211,13 @@ class Engine:
         ready = [None] * len(self.flat.buckets)
         self._marks = Timestamps(begin=self.device.mark(), ready=ready)
 
-    @outside_transforms
-    def _fire(self, event: Event) -> None:
-        """Let the table of states act on an event."""
-        if self.machine.state in (State.FORWARD, State.HELD) and self.hooks.is_broken:
-            self.machine.fire(Event.BREAK)
-        again = True
-        while again:
-            number = self.iteration
-            again = self.machine.fire(event)
-            if self.iteration != number:
-                self._turn()
-
-    def _turn(self) -> None:
+    def turn(self) -> None:
         """After an iteration, make the changes that were requested, and begin the next one."""
         while self._changes:
             self._changes.pop(0)()
         self.begin()
         self._thread = get_ident()
-        self.weight_looks.open()
+        self.run.weight_looks.open()
 
     def _fail(self, failure: BaseException) -> None:
         is_first = self.machine.failure is None
@@ -264,6 +230,11 @@ class Engine:
         now = self.cursor.now
         assert now is not None
         return now
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether a backward pass has begun and was ended by an exception."""
+        return self.hooks.is_broken
 
     @property
     def awaits_step(self) -> bool:
@@ -302,7 +273,7 @@ class Engine:
     def _begin_forward(self) -> Iteration:
         recomputes = self.machine.state is State.BACKWARD and current_graph_task_id() >= 0
         if not recomputes:
-            self._fire(Event.FORWARD)
+            self.machine.fire(Event.FORWARD)
         self.control.set_activity("in forward")
         self.observers.iteration_begins(self._now)
         return self._now
@@ -334,7 +305,7 @@ class Engine:
 
     def before_call(self) -> None:
         """Complete all updates of weights before a method of the model reads the weights."""
-        self._fire(Event.CALL)
+        self.machine.fire(Event.CALL)
         self._called = self.device.mark()
 
     @outside_transforms
@@ -377,7 +348,7 @@ class Engine:
         if traits.early:
             self.run.require_skippable(self._now, adding=True)
         elif traits.on_arrival and traits.averages_gradients and self._is_ready:
-            self._fire(Event.REPEAT)
+            self.machine.fire(Event.REPEAT)
 
     @property
     def _is_ready(self) -> bool:
@@ -386,11 +357,11 @@ class Engine:
     def on_backward_begin(self) -> None:
         """Pass the rest of the forward part of the program at the first gradient of a backward
         pass."""
-        self._looks.close()
+        self.run.looks.close()
         if self.machine.state is State.IDLE:
             self._trains_in_eval |= self._evaluated
         adds = self._is_ready and self.run.allows_another_backward(self._now)
-        self._fire(Event.MORE if adds else Event.GRADIENT)
+        self.machine.fire(Event.MORE if adds else Event.GRADIENT)
 
     def on_bucket_ready(self, b: int) -> None:
         """Pass the program up to bucket `b` after the gradients of buckets 0..b are complete."""
@@ -405,17 +376,17 @@ class Engine:
         self.passes_without_step += 1
         if self.watched is not None:
             self.watched.record_backward()
-        self._fire(Event.COMPLETE)
+        self.machine.fire(Event.COMPLETE)
 
     def on_held_backward_end(self) -> None:
         """Note the end of a backward pass that only accumulates."""
-        self._fire(Event.HOLD)
+        self.machine.fire(Event.HOLD)
 
-    def _complete_held_passes(self) -> None:
+    def complete_held_passes(self) -> None:
         """Average gradients inside nodes before code between backward and step reads them, although
         the number of backward passes is unknown or has been larger before."""
         if get_ident() == self._thread and current_graph_task_id() < 0:
-            self._fire(Event.NEED)
+            self.machine.fire(Event.NEED)
 
     # ---- events of the step and of pauses ---------------------------------------------------
 
@@ -423,8 +394,8 @@ class Engine:
         """Pass the rest of the program up to the step, also on a rank without backward, because
         other ranks wait for its messages."""
         if skip_update:
-            self._fire(Event.SKIP)
-        self._fire(Event.NEED)
+            self.machine.fire(Event.SKIP)
+        self.machine.fire(Event.NEED)
 
     def step(self, skip_update: bool = False) -> None:
         """Run the update and everything due by the end of the iteration, then begin the next
@@ -435,8 +406,8 @@ class Engine:
                 non-finite gradients.
         """
         if skip_update:
-            self._fire(Event.SKIP)
-        self._fire(Event.STEP)
+            self.machine.fire(Event.SKIP)
+        self.machine.fire(Event.STEP)
 
     def begin_update(self) -> None:
         """Complete the averages that the script's own optimizer is about to apply.
@@ -450,7 +421,7 @@ class Engine:
                 "this strategy updates at other moments than the step; "
                 f"{self.traits.remedy or AT_ONCE}"
             )
-        self._fire(Event.OWN_STEP)
+        self.machine.fire(Event.OWN_STEP)
 
     def note_scaler_step(self, *, steps: bool) -> None:
         """Note whether a gradient scaler lets an optimizer step."""
@@ -477,24 +448,24 @@ class Engine:
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Zero the gradients in place, each after its last use. Gradients that are never sent
         become None if `set_to_none`."""
-        self._looks.close()
+        self.run.looks.close()
         self._sets_to_none = set_to_none
-        self._fire(Event.ZERO)
+        self.machine.fire(Event.ZERO)
 
     def flush(self) -> None:
         """Between iterations, complete the transfers and updates that the next forward would
         otherwise complete."""
-        self._fire(Event.READ)
+        self.machine.fire(Event.READ)
 
     def pause(self) -> None:
         """Between iterations, wait for all messages. Raise RuntimeError within an iteration that
         cannot be dropped."""
-        self._fire(Event.PAUSE)
+        self.machine.fire(Event.PAUSE)
 
     def leave(self) -> None:
         """Before this rank leaves the job, complete its updates and the messages that other ranks
         wait for. Drop an iteration that will not end."""
-        self._fire(Event.LEAVE)
+        self.machine.fire(Event.LEAVE)
 
     def discard(self) -> bool:
         """Prepare for a load of other weights.
@@ -550,7 +521,7 @@ class Engine:
 
     def begin_iteration(self) -> None:
         """Begin an iteration, with its messages enqueued on the links."""
-        self.weight_looks.close()
+        self.run.weight_looks.close()
         now = self.run.begin_iteration(self.iteration, self._marks)
         self.gradients.begin()
         self.hooks.begin()
@@ -583,7 +554,7 @@ class Engine:
     def hold(self) -> None:
         """Watch for code that reads gradients, such as clipping, if they are not averaged yet."""
         if self.traits.averages_inside and not self.hooks.accumulating:
-            self._looks.open()
+            self.run.looks.open()
 
     def complete_backward(self) -> None:
         """Complete backward: release the remaining messages, and wait for what the update needs."""
@@ -601,30 +572,16 @@ class Engine:
             self.run.updates.note_backward_end(contents=first)
         now.marks.waited = self.device.mark()
         self.control.set_activity(IN_SCRIPT)
-        self._looks.open()
+        self.run.looks.open()
 
     def conclude(self) -> None:
         """Complete an iteration without a backward pass that ends it, with the gradients of passes
         that only accumulate, and those that the script has assigned."""
         self.pass_forward()
-        self._looks.close()
-        self._require_no_change()
+        self.run.looks.close()
+        self.run.require_held_gradients(self.hooks)
         self.gradients.reopen()
         self.complete_backward()
-
-    def _require_no_change(self) -> None:
-        """Raise ValueError if gradients were changed after backward passes that only accumulate and
-        the plan applies other gradients, or sums or averages over several ranks."""
-        hooks, traits = self.hooks, self.traits
-        handed = traits.late or traits.averages_inside or self.plan.source is not None
-        if handed and hooks.added_passes and hooks.version != self.gradients.version():
-            raise ValueError(
-                "gradients were changed between backward and optimizer.step() (clipping?), but "
-                f"the gradients of {hooks.added_passes} backward passes are sent in the step, "
-                "because the number of passes was unknown or smaller than before; wrap all passes "
-                "but the last in `with model.no_sync():`, or "
-                f"{self.traits.remedy or 'use WFBP()'}"
-            )
 
     def receive(self) -> None:
         """Complete the messages of this iteration that were sent."""
@@ -684,7 +641,7 @@ class Engine:
         if not now.abandoned:
             self.passes_without_step = 0
         self._scaled = False
-        self._looks.close()
+        self.run.looks.close()
         if self.watched is not None and not now.abandoned:
             altered = updates.alteration() is not None
             changed = updates.has_changed_gradients()
@@ -713,7 +670,7 @@ class Engine:
 
     def allow_own_step(self) -> None:
         """Check the averages that the script's own optimizer is about to apply."""
-        self._looks.close()
+        self.run.looks.close()
         # A scaler has checked all gradients of the optimizer that it lets step.
         if self.suspects is not None and not self._scaled:
             self.suspects.check()
@@ -753,14 +710,14 @@ class Engine:
     def flush_updates(self) -> None:
         """Complete what the next forward would complete for earlier iterations."""
         if self.cursor.now is None and self.cursor.planned:
-            self.weight_looks.close()
+            self.run.weight_looks.close()
             self.cursor.flush()
             self.observers.deliver()
 
     def settle(self) -> None:
         """Complete all messages of earlier iterations. Averages that a later forward than the next
         one awaits will not be applied."""
-        self.weight_looks.close()
+        self.run.weight_looks.close()
         self.cursor.flush()
         coding = self.run.actions.storage.coding
         coding.drops_results = True

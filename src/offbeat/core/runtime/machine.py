@@ -11,6 +11,9 @@ from collections.abc import Callable, Mapping
 from enum import Enum
 from typing import Any
 
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+from offbeat.core.runtime.transforms import is_transforming
 from offbeat.core.transport.cluster import CLOSED
 
 
@@ -36,7 +39,6 @@ class Event(Enum):
     GRADIENT = "the first gradient of a backward pass"
     MORE = "the first gradient of a backward pass that adds to the last one's, which was not sent"
     REPEAT = "another backward pass after gradients that were averaged"
-    BREAK = "the end of a backward pass with an exception"
     HOLD = "the end of a backward pass that only accumulates"
     COMPLETE = "the end of a backward pass before a step"
     NEED = "a use of averaged gradients, whether a backward has ended or not"
@@ -58,13 +60,15 @@ BROKEN = (
     "start again from the last checkpoint"
 )
 AGAIN = "again"  # fire the event once more, in the new state
+TURN = "turn"  # the next iteration begins; the engine may fire events within this action
 
 _I, _F, _B, _H = State.IDLE, State.FORWARD, State.BACKWARD, State.HELD
 _R, _S = State.READY, State.STEPPED
-_END = (("update", _I), (AGAIN, _I))
+_UPDATE = (("update", _I), (TURN, _I))
+_END = (*_UPDATE, (AGAIN, _I))
 _ABANDON = (("abandon", _R), *_END)
 _CLOSE = (("end_stepped", _S), *_END)
-_STEP = (("conclude", _R), ("update", _I))
+_STEP = (("conclude", _R), *_UPDATE)
 _OWN_STEP = (("conclude", _R), ("allow_own_step", _S))
 
 Go = tuple[str, State]  # action of the engine, and the state after it; "" for no action
@@ -72,7 +76,6 @@ Go = tuple[str, State]  # action of the engine, and the state after it; "" for n
 # Before the backward pass that ends the iteration.
 _OPEN: Mapping[Event, tuple[Go, ...]] = {
     Event.GRADIENT: (("enter_backward", _B),),
-    Event.BREAK: (("", _B),),
     Event.NEED: (("conclude", _R),),
     Event.STEP: _STEP,
     Event.OWN_STEP: _OWN_STEP,
@@ -131,7 +134,7 @@ TABLE: Mapping[State, Mapping[Event, tuple[Go, ...]]] = {
         Event.REPEAT: (("average_again", _R), *_END),
         Event.NEED: (("", _R),),
         Event.SKIP: (("leave_out", _R),),
-        Event.STEP: (("update", _I),),
+        Event.STEP: _UPDATE,
         Event.OWN_STEP: (("allow_own_step", _S),),
         Event.ZERO: _ABANDON,
         Event.PAUSE: _ABANDON,
@@ -144,7 +147,7 @@ TABLE: Mapping[State, Mapping[Event, tuple[Go, ...]]] = {
         Event.GRADIENT: (("abandon_adding", _S), *_END),
         Event.NEED: (("", _S),),
         Event.SKIP: (("leave_out", _S),),
-        Event.STEP: (("update", _I),),
+        Event.STEP: _UPDATE,
         Event.OWN_STEP: (("allow_own_step", _S),),
         Event.ZERO: _CLOSE,
         Event.PAUSE: _CLOSE,
@@ -166,10 +169,12 @@ class Machine:
     """State of one rank.
 
     An action may run code of the user, such as hooks of the optimizer. A read of the weights means
-    nothing new there; any other event raises.
+    nothing new there; any other event raises. Actions run outside of the transforms of torch.func
+    that the script computes, which forbid in-place writes of other tensors, such as updates.
 
     Args:
-        actions: has a method for every action of the table.
+        actions: has a method for every action of the table, and `is_broken`: whether a backward
+            pass has begun and was ended by an exception.
 
     Attributes:
         state: the state.
@@ -179,38 +184,37 @@ class Machine:
     def __init__(self, actions: Any) -> None:
         self.state = State.IDLE
         self.failure: BaseException | None = None
-        self._acting = ""  # name of the action that runs
+        self._actions, self._acting = actions, ""  # name of the action that runs
         self._table = {
             state: {event: [_bound(actions, *go) for go in row] for event, row in rows.items()}
             for state, rows in TABLE.items()
         }
 
-    def fire(self, event: Event) -> bool:
-        """Act on an event.
-
-        Returns:
-            Whether the event is to be fired again.
-
-        Raises:
-            OutOfOrderError: the state does not allow the event.
-        """
+    def fire(self, event: Event) -> None:
+        """Act on an event. Raise `OutOfOrderError` if the state does not allow it."""
+        if is_transforming():
+            with temporarily_clear_interpreter_stack():
+                return self.fire(event)
         if self._acting:
             if event is not Event.READ:
                 raise OutOfOrderError(f"{event.value} within {self._acting!r} of this rank")
-            return False
-        row = self._table[self.state].get(event)
-        if row is None:
-            self._refuse(event)
-            return False
-        try:
-            for name, act, then in row:
-                self._acting = name
-                act()
-                if self.state is not State.FAILED:
-                    self.state = then
-        finally:
-            self._acting = ""
-        return row[-1][0] == AGAIN
+            return None
+        if self.state in (State.FORWARD, State.HELD) and self._actions.is_broken:
+            self.state = State.BACKWARD
+        name = AGAIN
+        while name == AGAIN:
+            row = self._table[self.state].get(event)
+            if row is None:
+                return self._refuse(event)
+            try:
+                for name, act, then in row:
+                    self._acting = "" if name == TURN else name
+                    act()
+                    if self.state is not State.FAILED:
+                        self.state = then
+            finally:
+                self._acting = ""
+        return None
 
     def fail(self, failure: BaseException) -> None:
         """Stop this rank for good."""

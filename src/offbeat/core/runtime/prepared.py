@@ -389,7 +389,8 @@ class Optimizer(torch.optim.Optimizer):
             self._end_iteration(skip_update=True)
             return loss
         loss = _evaluate(closure)
-        self._end_iteration(skip_update=self._unscale_gradients())
+        self._session.step(skip_update=self._unscale_gradients())
+        self._session.finish_iteration()
         return loss
 
     def _end_iteration(self, *, skip_update: bool) -> None:

@@ -18,6 +18,11 @@ def is_transformed(tensor: torch.Tensor) -> bool:
     return bool(_functorch.is_functorch_wrapped_tensor(tensor))
 
 
+def is_transforming() -> bool:
+    """Return whether the caller computes a transform."""
+    return _functorch.peek_interpreter_stack() is not None
+
+
 def outside_transforms(method: F) -> F:
     """Return the method, which then runs outside of the transforms that its caller computes.
 
@@ -26,7 +31,7 @@ def outside_transforms(method: F) -> F:
 
     @wraps(method)
     def run(*args: Any) -> Any:
-        if _functorch.peek_interpreter_stack() is None:
+        if not is_transforming():
             return method(*args)
         with temporarily_clear_interpreter_stack():
             return method(*args)

@@ -101,18 +101,25 @@ class Updates:
                 self._scale(apply, copy)
                 if not (in_backward and gradients.is_shown(copy)):
                     gradients.show(run, copy)
-            if self.suspects is not None and self._plan.source is not None:
-                sums = [self._flat.gradients(b, copy) for b in run]
-                self.suspects.require_finite_sum(run, iteration.number, sums)
+            self._check_sums(run, copy, iteration)
             whole = apply.at.point in ("step", "end") and len(buckets) == len(self._everything)
             with self._own_step(buckets):
-                self._step_buckets(buckets, apply, iteration, whole=whole)
+                if whole:
+                    step_directly(self._optimizer)
+                else:
+                    self._step_buckets(buckets, apply, iteration)
             self._observers.updated(iteration, None if whole else buckets)
         gradients.mark_applied(run, copy, in_backward=in_backward)
         for p in cleared:  # by `zero_grad` after the step
             p.grad = None
         if not in_backward:  # during backward, autograd writes gradients
             self._version = self._flat.grad_version()
+
+    def _check_sums(self, run: range, copy: int, iteration: Iteration) -> None:
+        """Raise RuntimeError if a sum that passes from rank to rank is not finite."""
+        if self.suspects is not None and self._plan.source is not None:
+            sums = [self._flat.gradients(b, copy) for b in run]
+            self.suspects.require_finite_sum(run, iteration.number, sums)
 
     def _has_gradients(self, apply: Apply) -> bool:
         """Return whether the rule has gradients to apply."""
@@ -138,12 +145,7 @@ class Updates:
         moves.end()
         self._moves = None if moves.done else moves
 
-    def _step_buckets(
-        self, run: Sequence[int], apply: Apply, iteration: Iteration, *, whole: bool
-    ) -> None:
-        if whole:
-            step_directly(self._optimizer)
-            return
+    def _step_buckets(self, run: Sequence[int], apply: Apply, iteration: Iteration) -> None:
         first = self._is_first(run[0])
         if not apply.at.lag:
             self.stepper.step(run, None, compare=first)
