@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import json
 import re
+import sys
+import threading
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from types import FrameType
 
 import networkx as nx
 
@@ -175,6 +179,123 @@ def test_modules_are_named_as_text_in_no_further_place() -> None:
     assert text_imports() == LISTED["modules as text"]
 
 
+# ---- borders between objects ----------------------------------------------------------------
+
+
+def assigned(module: str) -> Iterator[ast.Attribute]:
+    """Yield the attributes of objects that a module assigns."""
+    for node in nodes(module):
+        whole = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        for target in whole:
+            parts = target.elts if isinstance(target, ast.Tuple) else [target]
+            yield from (part for part in parts if isinstance(part, ast.Attribute))
+
+
+def foreign_attributes() -> dict[str, int]:
+    """Return how many attributes of an attribute each module assigns, as in `self.other.x = 1`."""
+    counts = {m: sum(isinstance(a.value, ast.Attribute) for a in assigned(m)) for m in trees()}
+    return {module: count for module, count in counts.items() if count}
+
+
+def test_objects_set_no_further_attributes_of_others() -> None:
+    before = LISTED["foreign attributes"]
+    assert {m: n for m, n in foreign_attributes().items() if n > before.get(m, 0)} == {}
+
+
+def patches() -> dict[str, list[str]]:
+    """Return what each module replaces in classes and modules of other packages."""
+    found: defaultdict[str, set[str]] = defaultdict(set)
+    for module in trees():
+        outer = set[str]()
+        for node in nodes(module):
+            if isinstance(node, ast.Import):
+                names = ((one.asname or one.name).partition(".")[0] for one in node.names)
+                outer.update(name for name in names if name != PUBLIC)
+            elif isinstance(node, ast.ImportFrom) and not f"{node.module}.".startswith("offbeat."):
+                outer.update(one.asname or one.name for one in node.names)
+        for node in nodes(module):
+            name = getattr(getattr(node, "func", None), "id", "")
+            if name == "setattr" and isinstance(node, ast.Call) and root(node.args[0]) in outer:
+                found[module].add(ast.unparse(node.args[0]))
+        for target in assigned(module):
+            if root(target) in outer:
+                found[module].add(ast.unparse(target))
+    return {module: sorted(what) for module, what in sorted(found.items())}
+
+
+def root(node: ast.expr) -> str | None:
+    """Return the name at the begin of a chain of attributes."""
+    while isinstance(node, ast.Attribute):
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else None
+
+
+def test_nothing_else_of_torch_or_python_is_replaced() -> None:
+    assert patches() == LISTED["patches"]
+
+
+# ---- the way of a step and of a gradient ----------------------------------------------------
+
+
+def read_an_iteration() -> dict[str, int]:
+    """Return how many frames lie between the script and the user's optimizer, and between the hook
+    of a gradient and its collective; and the files of `offbeat` that the iteration calls."""
+    import torch
+    from cases.models import Case, build_model, profile_of
+
+    import offbeat
+
+    stacks, files, watching = dict[str, list[str]](), set[str](), [False]
+
+    def own_frames() -> list[str]:
+        stack = (frame.filename for frame in inspect.stack(0))
+        return [name for name in stack if name.startswith(str(SOURCE))]
+
+    class Recording(torch.optim.SGD):
+        def step(self, closure=None):
+            stacks["step to the user's optimizer"] = own_frames()
+            return super().step(closure)
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        name, thread = frame.f_code.co_filename, threading.current_thread().name
+        observed = watching[0] and thread.startswith(("MainThread", "offbeat-link"))
+        if observed and event == "call" and name.startswith(str(SOURCE)):
+            files.add(name)
+            if frame.f_code.co_name == "_submit":
+                stacks["gradient to the thread of its link"] = own_frames()
+            if name.endswith("collectives.py"):
+                stacks["thread of a link to the collective"] = own_frames()
+
+    threading.setprofile(note)  # before the threads of links begin
+    case = Case("mlp")
+    model = build_model(case)
+    optimizer = Recording([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    given = profile_of(case, 2)
+    model, optimizer = offbeat.prepare(model, optimizer, offbeat.WFBP(), profile=given)
+    sys.setprofile(note)
+    for number in range(4):
+        watching[0] = number == 3
+        optimizer.zero_grad()
+        model(torch.ones(2, 5, dtype=torch.float64)).sum().backward()
+        optimizer.step()
+    watching[0] = False
+    sys.setprofile(None)
+    threading.setprofile(None)
+    model.close()
+    return {"files": len(files), **{name: len(frames) for name, frames in stacks.items()}}
+
+
+def way_of_an_iteration() -> dict[str, int]:
+    from harness.ranks import run_ranks
+
+    return run_ranks(2, read_an_iteration)[0]
+
+
+def test_an_iteration_is_read_in_no_more_files_and_frames() -> None:
+    known = LISTED["iteration"]
+    assert {k: n for k, n in way_of_an_iteration().items() if n > known[k]} == {}
+
+
 # ---- listening sockets ----------------------------------------------------------------------
 
 LISTENING = {"open_listener", "create_server", "start_http_server", "TCPStore"}
@@ -212,9 +333,12 @@ def test_each_listening_socket_has_a_row_in_the_page_on_security() -> None:
 if __name__ == "__main__":
     found = {
         "largest circle": max(map(len, circles()), default=0),
+        "foreign attributes": foreign_attributes(),
+        "iteration": way_of_an_iteration(),
         "long files": long_files(),
         "long functions": long_functions(),
         "modules as text": text_imports(),
+        "patches": patches(),
         "repeated classes": repeated_classes(),
     }
     (Path(__file__).parent / "house.json").write_text(json.dumps(found, indent=1) + "\n")

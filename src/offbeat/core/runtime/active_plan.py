@@ -53,9 +53,14 @@ class ActivePlan:
         self._remembered = max([self.program.lag, *(rule.ago for rule in rules)])
         self.reloaded = False  # whether weights were loaded since the buffers were computed
         self.updates = Updates(
-            traits, engine.optimizer, self.gradients, self.flat, engine.observers
+            traits,
+            engine.optimizer,
+            self.gradients,
+            self.flat,
+            engine.observers,
+            engine.stepping,
+            engine.suspects,
         )
-        self.updates.stepping, self.updates.suspects = engine.stepping, engine.suspects
         self.context = StorageContext(
             engine.replica, self.flat, self.gradients, engine.state, self.updates
         )

@@ -26,7 +26,19 @@ FIRST_LOOKS, LOOK_EVERY = 3, 100  # steps with checksums of weights, or of gradi
 
 class Updates:
     """Implementation of the rule `local`, and guard against changes of gradients before their
-    update."""
+    update.
+
+    Args:
+        traits: facts of the plan.
+        optimizer: the user's optimizer.
+        gradients: gradients of the model.
+        flat: storage of the model.
+        observers: are told of each update.
+        stepping: detects optimizer steps of the script; None: nothing does.
+        suspects: checks sums from other ranks before each update; None: nothing does.
+    """
+
+    in_backward = False  # whether autograd is writing gradients
 
     def __init__(
         self,
@@ -35,7 +47,10 @@ class Updates:
         gradients: Gradients,
         flat: Flat,
         observers: Observer,
+        stepping: ForeignStepGuard | None,
+        suspects: NonfiniteMessages | None,
     ):
+        self._stepping, self._suspects = stepping, suspects
         self._optimizer, self._gradients, self._flat = optimizer, gradients, flat
         self._observers = observers
         self._plan = plan = traits.plan
@@ -117,9 +132,9 @@ class Updates:
 
     def _check_sums(self, run: range, copy: int, iteration: Iteration) -> None:
         """Raise RuntimeError if a sum that passes from rank to rank is not finite."""
-        if self.suspects is not None and self._plan.source is not None:
+        if self._suspects is not None and self._plan.source is not None:
             sums = [self._flat.gradients(b, copy) for b in run]
-            self.suspects.require_finite_sum(run, iteration.number, sums)
+            self._suspects.require_finite_sum(run, iteration.number, sums)
 
     def _has_gradients(self, apply: Apply) -> bool:
         """Return whether the rule has gradients to apply."""
@@ -133,7 +148,7 @@ class Updates:
         script's."""
         if self._moves is not None:
             return self._require_effect(run, self._moves)
-        return nullcontext() if self.stepping is None else self.stepping.session_steps
+        return nullcontext() if self._stepping is None else self._stepping.session_steps
 
     @contextmanager
     def _require_effect(self, run: Sequence[int], moves: UpdateCheck) -> Iterator[None]:
@@ -296,10 +311,6 @@ class Updates:
         None."""
         parameters = self._flat.buckets[b].parameters
         return [p._version for p in parameters], checksum(*parameters) if taken else None
-
-    in_backward = False  # whether autograd is writing gradients
-    stepping: ForeignStepGuard | None = None  # detects optimizer steps of the script
-    suspects: NonfiniteMessages | None = None  # checks sums from other ranks before each update
 
 
 def _is_equal(a: Any, b: Any) -> bool:
