@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from offbeat.core.buckets.shards import shard_ranks
 from offbeat.core.plan import INSIDE
-from offbeat.core.runtime.known_profile import GivenProfile
+from offbeat.core.runtime.job_profile import GivenProfile
 from offbeat.core.start.connecting import Connector, register_exit
 from offbeat.core.start.launch_request import LaunchRequest
 from offbeat.core.strategy.interface import Strategy

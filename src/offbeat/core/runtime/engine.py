@@ -89,7 +89,6 @@ class Engine:
         self.stepping: ForeignStepGuard | None = None
         self.watched: UsageRecorder | None = None
         self.step_observers: list[StepObserver] = []  # of all plans
-        self._changes: list[Callable[[], None]] = []  # requested for the end of the iteration
         self._thread = get_ident()  # thread of the training loop
         self._scaled = False  # whether a gradient scaler lets the next optimizer step
         self.repeats = False  # whether gradients were averaged more than once before a step
@@ -212,13 +211,6 @@ class Engine:
         if get_ident() == self._thread:  # reads by other threads do not complete updates
             self.flush()
 
-    def change_at_end(self, change: Callable[[], None]) -> None:
-        """Run a change of plan or storage at the end of the current iteration, or of the next one.
-
-        Within an iteration, messages and hooks refer to the plan and the storage.
-        """
-        self._changes.append(change)
-
     def refresh_groups(self) -> None:
         """Refresh all caches after the optimizer's groups or state were replaced
         (`load_state_dict`)."""
@@ -246,9 +238,7 @@ class Engine:
                 self._turn()
 
     def _turn(self) -> None:
-        """After an iteration, make the changes that were requested, and begin the next one."""
-        while self._changes:
-            self._changes.pop(0)()
+        """Begin the next iteration."""
         self.begin()
         self._thread = get_ident()
         self.weight_looks.open()

@@ -25,8 +25,7 @@ from offbeat.core.guards.finite import OnNonfinite
 from offbeat.core.guards.replicas import broadcast_model
 from offbeat.core.parts import part
 from offbeat.core.profile import Profile
-from offbeat.core.runtime.arguments import CommonArguments, require_seconds, require_whole_job
-from offbeat.core.runtime.known_profile import KnownProfile, find_profile
+from offbeat.core.runtime.job_profile import GivenProfile, KnownProfile, find_profile
 from offbeat.core.runtime.model_checks import (
     agree_on_model,
     fingerprint_of,
@@ -47,6 +46,7 @@ from offbeat.core.runtime.training_job import (
 )
 from offbeat.core.start.connecting import Connector, close_at_exit
 from offbeat.core.start.launch_request import (
+    CHECKPOINT_VARIABLE,
     LaunchRequest,
     current_job,
     current_nodes,
@@ -60,7 +60,7 @@ from offbeat.core.start.strategy_choice import (
 from offbeat.core.strategy.interface import Planned, Strategy
 from offbeat.core.transport.cluster import Cluster
 from offbeat.core.transport.job_place import current_servers
-from offbeat.core.transport.topology import Nodes
+from offbeat.core.transport.topology import DIMENSIONS, Nodes
 from offbeat.elastic.entry import closing_on_failure, enter_job, require_members
 from offbeat.elastic.members import JobMember, Members
 from offbeat.elastic.node import node_of_process
@@ -166,10 +166,10 @@ def prepare(
             difference raises on every rank.
         SystemExit: on a rank that serves, after all workers have left.
     """
-    require_whole_job(process_group, mesh)
+    _require_whole_job(process_group, mesh)
+    watch = Watch(compare_every, on_nonfinite, broadcast_buffers)
     rehearse = REHEARSAL.get()
     if rehearse is not None:
-        watch = Watch(compare_every, on_nonfinite, broadcast_buffers)
         if members is not None:
             raise ValueError(
                 "members (given) must be left out in a rehearsal, whose ranks do not change; "
@@ -181,16 +181,8 @@ def prepare(
         os.environ.update(torchrun_variables(os.environ))
     strategy, notice = choose_strategy(strategy, job)
     servers = current_servers()
-    given_s = timeout_s if job.timeout_s is None else job.timeout_s
-    timeout_s = require_seconds("timeout_s", given_s)
-    common = CommonArguments(
-        observe,
-        job.min_bucket_bytes or min_bucket_bytes,
-        profile,
-        Watch(compare_every, on_nonfinite, broadcast_buffers),
-        servers,
-        job.checkpoint is not None,
-    )
+    timeout_s = _require_seconds(timeout_s if job.timeout_s is None else job.timeout_s)
+    observation = Observation(observe, job.min_bucket_bytes or min_bucket_bytes)
     sinks, log = (metrics, None) if isinstance(metrics, str) else (None, metrics)
     settings = part("read_settings")(
         os.environ, sys.argv, record=record, metrics=sinks, launcher_record=job.record_dir
@@ -203,19 +195,20 @@ def prepare(
     require_fitting_strategy(strategy, job)
     if mesh is None and nodes is None:
         nodes = current_nodes()
-    preparation = _Preparation(model, whole, strategy, common, job, log, settings, notice)
+    what = model, whole, strategy, profile, observation, watch, servers
+    preparation = _Preparation(*what, job, log, settings, notice)
     if members is None:
         cluster = Connector(model, links, timeout_s).connect_job(mesh, nodes)
         prepared = preparation.open_session(cluster)
     else:
         require_members(members, strategy, profile, job, model, mesh=mesh, is_list=is_list)
-        for name in ("join_observer", "open_plan_session"):  # the others wait for a joining process
+        for name in ("join_observer", "MemberSession"):  # the others wait for a joining process
             part(name)
         node = node_of_process(nodes, os.environ, timeout_s)
         facts = {
             "strategy": f"{strategy.name} {strategy.settings()}",
             "model": fingerprint_of(model),
-            "arguments of prepare": str(common),
+            "arguments of prepare": preparation.arguments,
             "number of ranks of a member": str(node.size),
         }
         own = Connector(model, links, timeout_s)
@@ -231,7 +224,10 @@ class _Preparation:
         model: the script's module.
         optimizer: optimizer that the session steps.
         strategy: strategy of the job.
-        common: arguments that must be equal on all ranks.
+        profile: the given profile.
+        observation: options of the measurement of a profile.
+        watch: checks during training.
+        servers: number of servers.
         request: options of the launcher.
         metrics: log of training metrics; None for none.
         settings: settings of record, console and metrics, see `jobs/settings.py`.
@@ -241,11 +237,28 @@ class _Preparation:
     model: nn.Module
     optimizer: torch.optim.Optimizer
     strategy: Strategy
-    common: CommonArguments
+    profile: GivenProfile
+    observation: Observation
+    watch: Watch
+    servers: int
     request: LaunchRequest
     metrics: Metrics | None
     settings: Any
     notice: str | None
+
+    @property
+    def arguments(self) -> str:
+        """Arguments of `prepare` that must be equal on all ranks; of the profile only its kind."""
+        given, watch = self.profile, self.watch
+        kind = "given" if isinstance(given, Profile) else "none" if given is None else "a file"
+        return (
+            f"observe={self.observation.iterations}, "
+            f"min_bucket_bytes={self.observation.min_bucket_bytes}, "
+            f"profile={kind}, compare_every={watch.compare_every}, "
+            f"on_nonfinite={watch.on_nonfinite}, broadcast_buffers={watch.broadcast_buffers}, "
+            f"servers={self.servers}, "
+            f"{CHECKPOINT_VARIABLE} {'unset' if self.request.checkpoint is None else 'set'}"
+        )
 
     def begin_as_member(self, member: JobMember, cluster: Cluster) -> tuple[Model, Optimizer]:
         """Begin a job whose members change, or join it if it runs."""
@@ -265,12 +278,12 @@ class _Preparation:
         with _closing_on_error(cluster, member) as undo:
             if not request.stop_after_profile:  # a measurement runs a plan of its own
                 require_fitting_topology(strategy, cluster.topology)
-            control.agree("the arguments of prepare", str(self.common), "call it alike everywhere")
+            control.agree("the arguments of prepare", self.arguments, "call it alike everywhere")
             fingerprint = agree_on_model(self.model, self.optimizer, strategy, control)
-            ranks = divide_ranks(self.common.servers, strategy, control)
-            known = KnownProfile(None, None)
+            ranks = divide_ranks(self.servers, strategy, control)
+            known = KnownProfile()
             if isinstance(strategy, Planned):
-                known = find_profile(self.common.profile, request, self.model, cluster)
+                known = find_profile(self.profile, request, self.model, cluster)
             sampled = self.metrics.divergence_every if self.metrics else None
             if member is not None and sampled:
                 sampled = 0  # the store of the samples ends with the epoch
@@ -285,7 +298,7 @@ class _Preparation:
                 notices += part("startup_notices")(strategy, cluster, gpus)
                 for text in (*self.settings.notices, *notices):
                     console.print("notice", text, "warning")
-                observe = self.common.observe
+                observe = self.observation.iterations
                 message = part("startup_message")(strategy, cluster, known.profile, observe)
                 console.print("start", message)
             recorder = self._create_recorder(cluster, member, control.rank in ranks.servers)
@@ -320,7 +333,7 @@ class _Preparation:
             if recorder is not None:
                 undo.callback(recorder.write, {})
             cluster.alignment_bytes = facts["alignment_bytes"]
-            known = KnownProfile(Profile.from_dict(facts["profile"]), None)
+            known = KnownProfile(Profile.from_dict(facts["profile"]))
             fingerprint, ranks = fingerprint_of(self.model), divide_ranks(0, self.strategy, control)
             more = {"member": member, "joining": facts}
             job = self._job(cluster, known, fingerprint, ranks, recorder, **more)
@@ -338,12 +351,9 @@ class _Preparation:
         **more: Any,
     ) -> TrainingJob:
         """Return the objects of this rank; `more` are further attributes of `TrainingJob`."""
-        common = self.common
-        observation = Observation(
-            common.observe, common.min_bucket_bytes, fingerprint, known.save_to
-        )
+        observation = replace(self.observation, model=fingerprint, save_to=known.save_to)
         objects = self.model, self.optimizer, cluster, known.profile, observation
-        return TrainingJob(*objects, common.watch, self.request, ranks, recorder, **more)
+        return TrainingJob(*objects, self.watch, self.request, ranks, recorder, **more)
 
     def _finish(
         self, job: TrainingJob, session: Session, samples: Sequence[int | None]
@@ -413,3 +423,26 @@ def _closing_on_error(cluster: Cluster, member: JobMember | None) -> ExitStack:
         undo.callback(member.close)
     undo.callback(cluster.close)
     return undo
+
+
+def _require_seconds(timeout_s: Any) -> float:
+    """Return a number of seconds. Raise ValueError unless it is above 0 and finite."""
+    is_number = isinstance(timeout_s, (int, float)) and not isinstance(timeout_s, bool)
+    if not is_number or not 0 < timeout_s < float("inf"):
+        raise ValueError(f"timeout_s ({timeout_s!r}) must be a number of seconds above 0")
+    return float(timeout_s)
+
+
+def _require_whole_job(process_group: object, mesh: object) -> None:
+    """Raise ValueError if the script names a part of the job, or a mesh that is no device mesh of
+    torch."""
+    if process_group is not None:
+        raise ValueError(
+            f"process_group ({type(process_group).__name__}) must be left out: offbeat averages "
+            "over all ranks of the job"
+        )
+    if mesh is not None and not isinstance(mesh, DeviceMesh):
+        raise ValueError(
+            f"mesh ({type(mesh).__name__}) must be a torch.distributed.device_mesh.DeviceMesh of "
+            f"two dimensions, between nodes and inside: {DIMENSIONS}"
+        )
