@@ -108,6 +108,8 @@ register_parts(
     (
         "offbeat.core.runtime.flat_session:open_plan_session",
         "offbeat.core.sim.prediction:predict_under",
+        "offbeat.elastic.entry:enter_job",
+        "offbeat.elastic.entry:require_members",
         "offbeat.elastic.profile:for_members",
         "offbeat.elastic.profile:plan_of_members",
         "offbeat.elastic.session:MemberSession",
@@ -120,9 +122,8 @@ register_parts(
         "offbeat.jobs.observer:open_observer",
         "offbeat.jobs.replica_sample:Sample",
         "offbeat.jobs.settings:read_settings",
+        "offbeat.jobs.startup:announce_start",
         "offbeat.jobs.startup:gpu_of",
-        "offbeat.jobs.startup:startup_message",
-        "offbeat.jobs.startup:startup_notices",
         "offbeat.jobs.stopping:StopRequest",
         "offbeat.lab.beside_compute:ComputeLoad",
         "offbeat.lab.beside_compute:measure_beside",
@@ -132,6 +133,7 @@ register_parts(
         "offbeat.strategies.convergence:ConvergenceGuard",
         "offbeat.strategies.levels:two_levels",
         "offbeat.strategies.levels:variant_of",
+        "offbeat.strategies.schedulers:SchedulerGate",
     )
 )
 

@@ -28,14 +28,13 @@ from offbeat.core.profile import Profile
 from offbeat.core.runtime.job_profile import GivenProfile, KnownProfile, find_profile
 from offbeat.core.runtime.model_checks import (
     agree_on_model,
-    fingerprint_of,
     joined_optimizer,
     note_prepared,
     require_one_model,
     unclosed_models_notice,
 )
 from offbeat.core.runtime.prepared import Model, Optimizer
-from offbeat.core.runtime.recording import Recorder, joined_processes, process_facts
+from offbeat.core.runtime.recording import Recorder
 from offbeat.core.runtime.session import Session
 from offbeat.core.runtime.training_job import (
     Observation,
@@ -61,11 +60,9 @@ from offbeat.core.strategy.interface import Planned, Strategy
 from offbeat.core.transport.cluster import Cluster
 from offbeat.core.transport.job_place import current_servers
 from offbeat.core.transport.topology import DIMENSIONS, Nodes
-from offbeat.elastic.entry import closing_on_failure, enter_job, require_members
-from offbeat.elastic.members import JobMember, Members
-from offbeat.elastic.node import node_of_process
 
 if TYPE_CHECKING:
+    from offbeat.elastic.members import JobMember, Members
     from offbeat.jobs.metrics import Log, Metrics
     from offbeat.jobs.stopping import StopRequest
 
@@ -191,33 +188,23 @@ def prepare(
     log = part("metrics_of")(log)
     whole, is_list = joined_optimizer(model, optimizer, strategy)
     require_one_model(job)
-    notice = "\n".join(filter(None, (notice, unclosed_models_notice()))) or None
+    notices = *settings.notices, notice, unclosed_models_notice()
     require_fitting_strategy(strategy, job)
     if mesh is None and nodes is None:
         nodes = current_nodes()
     what = model, whole, strategy, profile, observation, watch, servers
-    preparation = _Preparation(*what, job, log, settings, notice)
+    preparation = Preparation(*what, job, log, settings, notices)
+    own = Connector(model, links, timeout_s)
     if members is None:
-        cluster = Connector(model, links, timeout_s).connect_job(mesh, nodes)
-        prepared = preparation.open_session(cluster)
+        prepared = preparation.open_session(own.connect_job(mesh, nodes))
     else:
-        require_members(members, strategy, profile, job, model, mesh=mesh, is_list=is_list)
-        for name in ("join_observer", "MemberSession"):  # the others wait for a joining process
-            part(name)
-        node = node_of_process(nodes, os.environ, timeout_s)
-        facts = {
-            "strategy": f"{strategy.name} {strategy.settings()}",
-            "model": fingerprint_of(model),
-            "arguments of prepare": preparation.arguments,
-            "number of ranks of a member": str(node.size),
-        }
-        own = Connector(model, links, timeout_s)
-        prepared = enter_job(members, facts, node, own, preparation.begin_as_member)
+        part("require_members")(members, preparation, mesh=mesh, is_list=is_list)
+        prepared = part("enter_job")(members, preparation, own, nodes)
     return (prepared[0], prepared[1].parts()) if is_list else prepared
 
 
 @dataclass(frozen=True)
-class _Preparation:
+class Preparation:
     """Steps of `prepare` on connected ranks, after its arguments were checked.
 
     Attributes:
@@ -231,7 +218,7 @@ class _Preparation:
         request: options of the launcher.
         metrics: log of training metrics; None for none.
         settings: settings of record, console and metrics, see `jobs/settings.py`.
-        notice: notice about the choice of the strategy; None for none.
+        notices: notices about the arguments; None for none.
     """
 
     model: nn.Module
@@ -244,7 +231,7 @@ class _Preparation:
     request: LaunchRequest
     metrics: Metrics | None
     settings: Any
-    notice: str | None
+    notices: Sequence[str | None]
 
     @property
     def arguments(self) -> str:
@@ -260,11 +247,6 @@ class _Preparation:
             f"{CHECKPOINT_VARIABLE} {'unset' if self.request.checkpoint is None else 'set'}"
         )
 
-    def begin_as_member(self, member: JobMember, cluster: Cluster) -> tuple[Model, Optimizer]:
-        """Begin a job whose members change, or join it if it runs."""
-        act = self.join_running_job if member.has_joined else self.open_session
-        return act(cluster, member)
-
     def open_session(
         self, cluster: Cluster, member: JobMember | None = None
     ) -> tuple[Model, Optimizer]:
@@ -275,7 +257,7 @@ class _Preparation:
             SystemExit: on a rank that serves, after all workers have left.
         """
         strategy, control, request = self.strategy, cluster.control, self.request
-        with _closing_on_error(cluster, member) as undo:
+        with closing_on_error(cluster, member) as undo:
             if not request.stop_after_profile:  # a measurement runs a plan of its own
                 require_fitting_topology(strategy, cluster.topology)
             control.agree("the arguments of prepare", self.arguments, "call it alike everywhere")
@@ -293,14 +275,9 @@ class _Preparation:
             if any(gpu is not None for gpu in gpus):
                 cluster.alignment_bytes = ALIGNED_BYTES
             if control.rank == 0:
-                notices = [text for text in (self.notice, known.difference) if text is not None]
-                notices = ["\n".join(notices)] if notices else []
-                notices += part("startup_notices")(strategy, cluster, gpus)
-                for text in (*self.settings.notices, *notices):
-                    console.print("notice", text, "warning")
-                observe = self.observation.iterations
-                message = part("startup_message")(strategy, cluster, known.profile, observe)
-                console.print("start", message)
+                notices = filter(None, (*self.notices, known.difference))
+                planned = known.profile, self.observation.iterations
+                part("announce_start")(strategy, cluster, *planned, gpus, notices)
             recorder = self._create_recorder(cluster, member, control.rank in ranks.servers)
             if recorder is not None:
                 undo.callback(recorder.write, {})
@@ -311,37 +288,12 @@ class _Preparation:
             if recorder is not None and known.difference is not None:
                 recorder.warnings.append(known.difference)
             more = {"stop_request": stop_request, "member": member}
-            job = self._job(cluster, known, fingerprint, ranks, recorder, **more)
+            job = self.job(cluster, known, fingerprint, ranks, recorder, **more)
             session = strategy.open(job)
             undo.pop_all()
-        return self._finish(job, session, samples)
+        return self.finish(job, session, samples)
 
-    def join_running_job(self, cluster: Cluster, member: JobMember) -> tuple[Model, Optimizer]:
-        """Open the session of a process that joins a running job, whose members are in
-        `FlatSession.begin_epoch`.
-
-        Raises:
-            JoinError: a member has failed meanwhile.
-        """
-        control = cluster.control
-        with closing_on_failure(member), _closing_on_error(cluster, member) as undo:
-            everyone = control.gather({"joins": process_facts()})
-            facts = everyone[0]
-            if (record := facts.get("record")) is not None:
-                record |= {"members": member.rank_names, "joined": joined_processes(everyone)}
-            recorder = part("join_observer")(self.settings, self.strategy, cluster, record)
-            if recorder is not None:
-                undo.callback(recorder.write, {})
-            cluster.alignment_bytes = facts["alignment_bytes"]
-            known = KnownProfile(Profile.from_dict(facts["profile"]))
-            fingerprint, ranks = fingerprint_of(self.model), divide_ranks(0, self.strategy, control)
-            more = {"member": member, "joining": facts}
-            job = self._job(cluster, known, fingerprint, ranks, recorder, **more)
-            session = self.strategy.open(job)
-            undo.pop_all()
-        return self._finish(job, session, [0 if self.metrics else None])
-
-    def _job(
+    def job(
         self,
         cluster: Cluster,
         known: KnownProfile,
@@ -350,15 +302,30 @@ class _Preparation:
         recorder: Recorder | None,
         **more: Any,
     ) -> TrainingJob:
-        """Return the objects of this rank; `more` are further attributes of `TrainingJob`."""
+        """Return the objects of this rank.
+
+        Args:
+            cluster: links and control of this rank.
+            known: the known profile.
+            fingerprint: fingerprint of the model.
+            ranks: the ranks that train, and the ranks that serve.
+            recorder: writes this rank's record; None if none is requested.
+            **more: further attributes of `TrainingJob`.
+        """
         observation = replace(self.observation, model=fingerprint, save_to=known.save_to)
         objects = self.model, self.optimizer, cluster, known.profile, observation
         return TrainingJob(*objects, self.watch, self.request, ranks, recorder, **more)
 
-    def _finish(
+    def finish(
         self, job: TrainingJob, session: Session, samples: Sequence[int | None]
     ) -> tuple[Model, Optimizer]:
-        """Return model and optimizer of a session that has been opened."""
+        """Return model and optimizer of a session that has been opened.
+
+        Args:
+            job: objects of this rank.
+            session: session of the strategy.
+            samples: by rank, the iterations between two samples of the divergence of replicas.
+        """
         if job.recorder is not None:
             session.observers.add(job.recorder)
             job.recorder.attach(session)
@@ -416,7 +383,7 @@ class _Preparation:
         return request
 
 
-def _closing_on_error(cluster: Cluster, member: JobMember | None) -> ExitStack:
+def closing_on_error(cluster: Cluster, member: JobMember | None) -> ExitStack:
     """Return a context that leaves the job if its body fails. Callbacks added to it run before."""
     undo = ExitStack()
     if member is not None:

@@ -107,9 +107,8 @@ class SessionGuards:
             guard = partial(self._finite.run, is_any=link.collectives.is_any)
             link.guard = guard if self._finite.active else None
         traits = self._engine.traits
-        early = traits.remedy is not None or traits.late
         follows = observes and not self._strategy.synchronous
-        self.shares_optimizer = traits.sends_only_gradients and not early and not follows
+        self.shares_optimizer = traits.averages_gradients and traits.remedy is None and not follows
 
     def compare_ranks(self, plan: Plan) -> None:
         """Compare replicas from now on, or only settings if a plan averages parameters."""

@@ -19,9 +19,9 @@ from offbeat.core.strategy.interface import Strategy, require_count
 from offbeat.core.transport.cluster import Cluster
 from offbeat.core.transport.control import Control
 from offbeat.core.transport.job_place import SERVERS_VARIABLE
-from offbeat.elastic.members import JobMember
 
 if TYPE_CHECKING:
+    from offbeat.elastic.members import JobMember
     from offbeat.jobs.stopping import StopRequest
     from offbeat.lab.pace import Pace
 
