@@ -75,9 +75,8 @@ class Engine:
     ):
         self.model, self.optimizer, self.links = model, optimizer, links
         self.control, self.device = control, device
-        # Whether all messages are copies: the members of the job may change, or shards are staged.
-        self.staged = False
-        self.has_members = False  # whether the members of the job may change
+        self.has_members = control.has_members  # whether the members of the job may change
+        self.staged = self.has_members  # whether all messages are copies, also of staged shards
         self.replica = control.rank if replica is None else replica  # its number in the plan
         self.observers = Observers()
         self.machine, self._sets_to_none = Machine(self), True
