@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
-from offbeat.core.console import console
 from offbeat.core.profile import Profile
 from offbeat.core.strategy.interface import Planned, Strategy
 from offbeat.core.transport.cluster import Cluster
@@ -19,30 +18,9 @@ Gpu = tuple[str, int]
 """Id of a rank's GPU, and the number of GPUs that its process sees."""
 
 
-def announce_start(
-    strategy: Strategy,
-    cluster: Cluster,
-    known: Profile | None,
-    observe: int,
-    gpus: Sequence[Gpu | None],
-    notices: Iterable[str],
-) -> None:
-    """Print the notices and one line about a run that starts.
-
-    Args:
-        strategy: strategy that runs.
-        cluster: links and nodes of the job.
-        known: known profile; None if there is none or it is measured first.
-        observe: number of iterations to measure without a profile.
-        gpus: by rank, the result of `gpu_of`.
-        notices: notices of other origin.
-    """
-    for text in (*notices, *_notices(strategy, cluster, gpus)):
-        console.print("notice", text, "warning")
-    console.print("start", _message(strategy, cluster, known, observe))
-
-
-def _message(strategy: Strategy, cluster: Cluster, known: Profile | None, observe: int) -> str:
+def startup_message(
+    strategy: Strategy, cluster: Cluster, known: Profile | None, observe: int
+) -> str:
     """Return one line about the run."""
     ranks = cluster.control.world_size
     links = ", ".join(map(str, cluster.specs.values()))
@@ -56,8 +34,14 @@ def _message(strategy: Strategy, cluster: Cluster, known: Profile | None, observ
     return f"{strategy}, {ranks} rank{'s' * (ranks > 1)}, {links}{how}"
 
 
-def _notices(strategy: Strategy, cluster: Cluster, gpus: Sequence[Gpu | None]) -> list[str]:
-    """Return the notices about nodes, GPUs and a process that no launcher has started."""
+def startup_notices(strategy: Strategy, cluster: Cluster, gpus: Sequence[Gpu | None]) -> list[str]:
+    """Return the notices about nodes, GPUs and a process that no launcher has started.
+
+    Args:
+        strategy: strategy that runs.
+        cluster: links and nodes of the job.
+        gpus: by rank, the result of `gpu_of`.
+    """
     topology = cluster.topology
     if topology.is_flat:
         nodes = None if topology.source else _nodes_notice(os.environ, strategy, topology.ranks)

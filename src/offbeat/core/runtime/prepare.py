@@ -275,9 +275,12 @@ class Preparation:
             if any(gpu is not None for gpu in gpus):
                 cluster.alignment_bytes = ALIGNED_BYTES
             if control.rank == 0:
-                notices = filter(None, (*self.notices, known.difference))
-                planned = known.profile, self.observation.iterations
-                part("announce_start")(strategy, cluster, *planned, gpus, notices)
+                notices = part("startup_notices")(strategy, cluster, gpus)
+                for text in filter(None, (*self.notices, known.difference, *notices)):
+                    console.print("notice", text, "warning")
+                observe = self.observation.iterations
+                message = part("startup_message")(strategy, cluster, known.profile, observe)
+                console.print("start", message)
             recorder = self._create_recorder(cluster, member, control.rank in ranks.servers)
             if recorder is not None:
                 undo.callback(recorder.write, {})
