@@ -106,9 +106,13 @@ _MODULES = {
 
 register_parts(
     (
-        "offbeat.core.runtime.plan_session:open_plan_session",
+        "offbeat.core.runtime.flat_session:open_plan_session",
         "offbeat.core.sim.prediction:predict_under",
+        "offbeat.elastic.entry:enter_job",
+        "offbeat.elastic.entry:require_members",
         "offbeat.elastic.profile:for_members",
+        "offbeat.elastic.profile:plan_of_members",
+        "offbeat.elastic.session:MemberSession",
         "offbeat.experiments.record.recorder:RunRecorder",
         "offbeat.jobs.meter:open_meter",
         "offbeat.jobs.metrics:metrics_of",
@@ -130,6 +134,7 @@ register_parts(
         "offbeat.strategies.convergence:ConvergenceGuard",
         "offbeat.strategies.levels:two_levels",
         "offbeat.strategies.levels:variant_of",
+        "offbeat.strategies.schedulers:SchedulerGate",
     )
 )
 

@@ -348,7 +348,7 @@ def watched(folder: str, resuming: bool) -> tuple[str, str, str]:
             if t == 24 and not resuming:
                 mine.save(folder).wait()
         session = mine.model._session
-        seen = session.runner.convergence.capture()
+        seen = session.planner.convergence.capture()
         watch = f"{seen['watch']} {seen['iterations']} {[float(x) for x in seen['losses']]}"
         return mine.digest(), f"{watch} {session.profile.noise}", session.plan.digest
 

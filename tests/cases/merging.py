@@ -26,7 +26,7 @@ from cases.oddities import build
 from cases.schedules import CASE, Now, Script, follow, go_on, started
 from cases.workers import Trained, bits, prepared, rank, snapshot, world_size
 from offbeat import WFBP, Plan, Planned, Profile, Strategy
-from offbeat.core.runtime import first_iterations
+from offbeat.core.runtime import job_profile
 from offbeat.experiments.record.record_file import path_of, read
 from offbeat.plan import Apply, Buffer, Merge, Moment, Phases, local, transfer
 from offbeat.profile import Link
@@ -265,7 +265,7 @@ def without_a_window(strategy: Strategy, observed: bool, iterations: int) -> Wat
     """Train on links whose latency no window can hide, given in a profile or "measured"."""
     profile = profile_of(CASE, world_size())
     slow = (Link(profile.default_link.name, 9.0, 1e9),)
-    first_iterations.measure_cluster = lambda *_, **__: (slow, ())  # type: ignore[assignment]
+    job_profile.measure_cluster = lambda *_, **__: (slow, ())  # type: ignore[assignment]
     module, plain = build(CASE)
     given = {} if observed else {"profile": replace(profile, links=slow)}
     with (
@@ -293,7 +293,7 @@ def noise_around_a_pause(strategy: Strategy, iterations: int) -> list[tuple[floa
                 loss = torch.stack([p.sum() for p in trainable]).sum()
                 (scale * (1 + rank()) * loss).backward()
                 optimizer.step()
-            meter = model._session.runner.convergence.meter
+            meter = model._session.planner.convergence.meter
             found.append(meter.take())
             model.consolidate()
             meter.take()  # of what consolidate has applied, if that counts

@@ -24,7 +24,7 @@ import torch.utils.serialization.config  # noqa: E402, F401
 from cases import strategy_lists, workers  # noqa: E402, F401
 
 from harness import commands  # noqa: E402, F401
-from offbeat.core.runtime import plan_session, prepare  # noqa: E402, F401
+from offbeat.core.runtime import flat_session, prepare  # noqa: E402, F401
 from offbeat.core.sim import prediction  # noqa: E402, F401
 from offbeat.experiments.record import recorder  # noqa: E402, F401
 from offbeat.gossip import session as gossip_session  # noqa: E402, F401

@@ -92,6 +92,7 @@ class MemoryControl:
     def waiting(self, words: object) -> AbstractContextManager[None]:
         return nullcontext()
 
+    has_members = False
     needs_abort = False
 
     def report_failure(self, waiting_in: int | None = None, waited_s: float = 0.0) -> str:

@@ -111,9 +111,6 @@ class Observers(Observer):
         self._recent.append(done)
 
     def deliver(self, *, rest: bool = False) -> None:
-        """Call `ended` for all complete iterations, or with `rest` for all iterations.
-
-        An observer that changes plan or storage must use `Engine.change_at_end`.
-        """
+        """Call `ended` for all complete iterations, or with `rest` for all iterations."""
         while self._recent and (rest or self._recent[0].complete):
             self.ended(self._recent.popleft())

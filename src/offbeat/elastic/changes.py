@@ -357,7 +357,7 @@ class MemberChanges:
         Args:
             error: failure of this rank; raised if training cannot continue.
         """
-        if not self._session.has_profile:
+        if not self._session.has_plan:
             self.end_without_plan(error)
         if self._begins_at is None:
             first, since_s = self._member.epoch.first_iteration, self._engine.waiting.since_s

@@ -1,4 +1,4 @@
-"""Profile of a job whose members have changed."""
+"""Profile and plan of a job whose members change."""
 
 from __future__ import annotations
 
@@ -6,9 +6,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from statistics import fmean
 
+from offbeat.core.plan import Fact, Plan
 from offbeat.core.profile import Profile
 from offbeat.core.profile.elsewhere import extrapolate, repeated_ranks
 from offbeat.core.profile.facts import scaled_compute
+from offbeat.core.sim.prediction import MEMBERS_FACT
+from offbeat.core.strategy.interface import Strategy
+from offbeat.elastic.members import Members, require_supported_plan
+
+MEMBER_ITERATIONS = 8  # iterations between two boundaries of plans with a period of one iteration
 
 
 def for_members(
@@ -60,3 +66,22 @@ def with_slower_replicas(profile: Profile, times: Sequence[float]) -> Profile:
         return replace(profile, **scaled_compute(profile, times[0]))
     relative = tuple(one / mean for one in scale)
     return replace(profile, rank_scale=relative, **scaled_compute(profile, mean))
+
+
+def iterations_between_boundaries(plan: Plan) -> int:
+    """Return the iterations between two comparisons of the members of a job."""
+    return plan.period if plan.period > 1 else MEMBER_ITERATIONS
+
+
+def plan_of_members(plan: Plan, profile: Profile, strategy: Strategy, settings: Members) -> Plan:
+    """Return a plan with the comparisons of the members as a fact, for predictions.
+
+    Raises:
+        ValueError: the plan cannot run while members change.
+    """
+    require_supported_plan(plan, strategy, settings)
+    if profile.world_size == 1:
+        return plan
+    meaning = "iterations between two comparisons of the members"
+    fact = Fact(MEMBERS_FACT, iterations_between_boundaries(plan), meaning)
+    return replace(plan, facts=(*plan.facts, fact))

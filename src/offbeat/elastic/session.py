@@ -15,13 +15,12 @@ from offbeat.core.guards.replicas import average_replicas, replica_tensors
 from offbeat.core.profile import Profile
 from offbeat.core.profile.elsewhere import network_rate_bps
 from offbeat.core.runtime.flat_session import FlatSession
-from offbeat.core.runtime.plan_choice import iterations_between_boundaries
 from offbeat.core.runtime.recording import MemberChange, joined_processes
 from offbeat.core.runtime.training_job import TrainingJob
 from offbeat.core.strategy.interface import Planned
 from offbeat.elastic import feed as member_feed
 from offbeat.elastic.changes import MemberChanges
-from offbeat.elastic.profile import for_members
+from offbeat.elastic.profile import for_members, iterations_between_boundaries
 from offbeat.elastic.samples import MemberSamples, Stream, require_equal_settings
 from offbeat.elastic.state import Feeding
 
@@ -45,7 +44,6 @@ class MemberSession(FlatSession):
         super().__init__(strategy, job, flat)
         assert job.member is not None
         self._member = job.member
-        self.engine.staged = self.engine.has_members = True
         self.changes = MemberChanges(job.member, self, job.cluster)
         self.samples: MemberSamples | None = None
         self._stream_state: tuple[Any, Any] | None = None  # of the job that this rank has joined
@@ -65,16 +63,6 @@ class MemberSession(FlatSession):
         """Run an exchange of all ranks. After the failure of a member, survivors leave it out."""
         if not self.changes.has_ended_epoch:  # until the next one, ranks may be iterations apart
             self.changes.run(exchange)
-
-    def _run_before_plan(self, act: Callable[[], None]) -> None:
-        """Run exchanges of all ranks while there is no plan, without which a job cannot continue
-        after the failure of a member."""
-        try:
-            act()
-        except RuntimeError as error:
-            if not self._cluster.control.blames_peers(error):
-                raise
-            self.changes.end_without_plan(error)
 
     def _begin_iteration(self) -> None:
         self.changes.before_iteration()
@@ -153,9 +141,9 @@ class MemberSession(FlatSession):
         return self.iteration + (self.is_in_iteration or has_read)
 
     @property
-    def has_profile(self) -> bool:
-        """Whether the profile is known, from which survivors of a failure plan again."""
-        return hasattr(self, "profile")
+    def has_plan(self) -> bool:
+        """Whether there is a plan, without which survivors of a failure cannot continue."""
+        return hasattr(self, "plan")
 
     @property
     def has_equal_replicas(self) -> bool:
@@ -171,7 +159,7 @@ class MemberSession(FlatSession):
     def is_at_boundary(self) -> bool:
         """Whether a period of the plan ends between the last and the next iteration. Of plans with
         a period of one iteration, a few end."""
-        if self.observing or self.runner.is_trial or self.is_in_iteration:
+        if self.observing or self.planner.is_trial or self.is_in_iteration:
             return False
         since = self.engine.cursor.planned - self.plan.prologue
         return since >= 0 and since % iterations_between_boundaries(self.plan) == 0
@@ -187,7 +175,7 @@ class MemberSession(FlatSession):
         that of an earlier iteration, so it need not be equal on all ranks."""
         payloads = [t.payload for t in self.plan.transfers]
         sends_state = any(p.buffer == "state" or p.moment is not None for p in payloads)
-        if self.choice.strategy.synchronous or sends_state:
+        if self.planner.strategy.synchronous or sends_state:
             return False
         size = member_feed.size_bytes(self._optimizer_state)
         least = max(member_feed.LEAST_BYTES, member_feed.LEAST_S * self.network_bytes_per_s)
@@ -249,11 +237,11 @@ class MemberSession(FlatSession):
             facts = {**self._joining_facts(), "joining": [*joining]}
             self._joined = joined_processes(control.gather(facts))
             self._feed(joining)
-        self._set_profile(self.profile)
+        profile = self._present_profile(self.profile)
         self._guards.create_finite_guard()
         self.engine.replica = self._cluster.replica
         control.set_iteration(self.engine.iteration)
-        self.runner.begin_again()
+        self.planner.begin_again(profile)
         self._feed_buffers(joining)
         control.largest(0)  # no rank trains before all have this plan
         self.engine.begin()
@@ -275,14 +263,12 @@ class MemberSession(FlatSession):
         self._member.received.copy = None
         engine.optimizer.load_state_dict(state)
         self._has_joined = True
-        self._set_profile(Profile.from_dict(facts["profile"]))
-        self.choice.choose_variant()
-        self.choice.restore(facts["varied"])
+        profile = self._present_profile(Profile.from_dict(facts["profile"]))
         self._stream_state = facts["samples"]
         engine.iteration = facts["iteration"]
         self._earlier_iterations = facts["earlier_iterations"]
         control.set_iteration(engine.iteration)
-        self.runner.begin(self.choice.plan())
+        self.planner.join(profile, is_variant=facts["varied"])
         engine.hooks.held = facts["held"]
         engine.run.context.memory.update(facts["memory"])
         self._feed_buffers(facts["joining"])
@@ -300,22 +286,22 @@ class MemberSession(FlatSession):
             "record": None if self._recorder is None else self._recorder.joining_facts(),
             "iteration": self.engine.iteration,
             "earlier_iterations": self._earlier_iterations,
-            "varied": self.choice.is_variant,
+            "varied": self.planner.is_variant,
             "held": self.engine.hooks.held,
             "memory": {key: value for key, value in memory if isinstance(value, (int, float))},
         }
 
-    def _set_profile(self, profile: Profile) -> None:
-        """Set the profile for the present members, computed from that of rank 0: changes that have
-        failed may have left ranks with profiles for other members.
+    def _present_profile(self, profile: Profile) -> Profile:
+        """Return the profile for the present members, computed from that of rank 0: changes that
+        have failed may have left ranks with profiles for other members.
 
         Compute times of remaining members are kept by name. New members have not been measured.
         """
         control, names = self._cluster.control, self._member.epoch.members
         known, before = control.share_first([profile.to_dict(), self._replicas])
         earlier = [before.index(name) if name in before else None for name in names]
-        self.choice.profile = for_members(Profile.from_dict(known), len(names), earlier)
         self._replicas = [*names]
+        return for_members(Profile.from_dict(known), len(names), earlier)
 
     def _feed(self, joining: Sequence[int]) -> dict[str, Any]:
         """Send parameters, buffers and the optimizer's state to joining ranks. Return the state.
@@ -329,7 +315,7 @@ class MemberSession(FlatSession):
         state = self.engine.optimizer.state_dict()
         if self._has_sent_states:
             state = {**state, "state": {}}
-        return feeding.send_state(state, are_equal=self.choice.strategy.synchronous)
+        return feeding.send_state(state, are_equal=self.planner.strategy.synchronous)
 
     def _feed_buffers(self, joining: Sequence[int]) -> None:
         """Send the buffers that are equal on all ranks to joining ranks."""

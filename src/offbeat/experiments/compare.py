@@ -21,7 +21,7 @@ from offbeat.core.profile import Profile
 from offbeat.core.sim.prediction import RANDOM_ITERATIONS
 from offbeat.core.sim.trace import whole_periods
 from offbeat.core.start.launch_request import STRATEGY_VARIABLE
-from offbeat.core.start.named_strategy import NamedStrategy
+from offbeat.core.start.strategy_choice import NamedStrategy
 from offbeat.core.strategy.interface import Planned
 from offbeat.experiments import report
 from offbeat.experiments.comparison import Comparison, Contestant, Setup

@@ -16,10 +16,10 @@ from offbeat.core.guards.replicas import broadcast_model
 from offbeat.core.measuring.loss import LossTap
 from offbeat.core.plan import Plan
 from offbeat.core.profile import Profile
+from offbeat.core.runtime.flat_session import open_plan_session
 from offbeat.core.runtime.hooks import tensors_of
 from offbeat.core.runtime.iteration import Iteration
 from offbeat.core.runtime.model_checks import agree_on_model, joined_optimizer
-from offbeat.core.runtime.plan_session import open_plan_session
 from offbeat.core.runtime.prepare import OBSERVE
 from offbeat.core.runtime.prepared import Model, Optimizer
 from offbeat.core.runtime.recording import Recorder
@@ -295,7 +295,7 @@ class Replica:
             whole,
             cluster,
             self.profile,
-            Observation(OBSERVE, None, fingerprint, None),
+            Observation(OBSERVE, model=fingerprint),
             watch,
             LaunchRequest(),
             RankRoles(range(self.ranks), range(self.ranks, self.ranks)),

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from offbeat.core.measuring.loss import LossTap
 from offbeat.core.measuring.noise import Metering, RankStatistics, Training, noise_of
 from offbeat.core.profile import GradientNoise
+from offbeat.core.strategy.interface import Planned
 from offbeat.strategies.loss_watch import LossWatch
+
+if TYPE_CHECKING:
+    from offbeat.core.runtime.planner import Planner
 
 WINDOW = 10  # iterations in a window of losses
 WINDOWS_PER_LOOK = 2  # a look is one small collective on the control group
@@ -28,10 +32,18 @@ class Finding:
 
 
 class ConvergenceGuard(Metering):
-    """Records losses and gradient norms of this rank, and gathers them every few windows."""
+    """Records losses and gradient norms of this rank, and gathers them every few windows. Then all
+    ranks run the fallback if the loss has a problem, or plan again with the noise of the gradients.
 
-    def __init__(self, engine: Training) -> None:
+    Args:
+        engine: engine of this rank.
+        planner: planner of the session.
+        fallback: strategy that takes over.
+    """
+
+    def __init__(self, engine: Training, planner: Planner, fallback: Planned) -> None:
         super().__init__(engine)
+        self._planner, self._fallback = planner, fallback
         self._control, self._optimizer = engine.control, engine.optimizer
         self._tap = LossTap()
         self._watch = LossWatch()
@@ -46,6 +58,21 @@ class ConvergenceGuard(Metering):
         self._iterations += 1
         looks, rest = divmod(self._iterations, WINDOW * WINDOWS_PER_LOOK)
         return self._look(looks % LOOKS_PER_ESTIMATE == 0) if rest == 0 else None
+
+    def on_step_end(self) -> None:
+        """Record the end of an iteration, and change the plan after a finding."""
+        finding, planner = self.iteration(), self._planner
+        if finding is not None and finding.problem is not None:
+            planner.stop_watching()
+            if planner.change(self._fallback) is not None:
+                planner.decisions.warn(
+                    f"{finding.problem}: fell back from {planner.strategy} to {self._fallback}"
+                )
+        elif finding is not None and finding.noise is not None:
+            plan = planner.change(profile=replace(planner.profile, noise=finding.noise))
+            if plan is not None:
+                why = plan.fact("why") or plan.fact("preserver", {}).get("decision")
+                planner.decisions.record(f"planned again, {why or 'the gradient noise changed'}")
 
     def capture(self) -> dict[str, Any]:
         """Return the state of the guard for a checkpoint."""

@@ -41,7 +41,7 @@ from cases.models import Case, batch, build_model, build_optimizer, loss_of, pro
 from cases.node_jobs import PAIRS, Shards, profile_in
 from cases.workers import rank, world_size
 from offbeat.core.codecs.spares import Spares
-from offbeat.core.runtime import known_profile, plan_choice
+from offbeat.core.runtime import job_profile, planner
 from offbeat.core.start import connecting
 from offbeat.core.transport import cluster, collectives
 
@@ -148,8 +148,8 @@ def on_streams() -> Iterator[pytest.MonkeyPatch]:  # noqa: C901
         patch.setattr(Spares, "take", lambda _, n, dtype, __: torch.empty(n, dtype=dtype))
         patch.setattr(Spares, "give", lambda *_: None)
         # Other tests check plans and networks.
-        patch.setattr(plan_choice, "raise_if_wrong", lambda *_: None)
-        patch.setattr(known_profile, "compare_network", lambda *_: None)
+        patch.setattr(planner, "raise_if_wrong", lambda *_: None)
+        patch.setattr(job_profile, "compare_network", lambda *_: None)
         yield patch
 
 

@@ -119,8 +119,8 @@ class Job:
         """Of every prepared model: what ran from which iteration on."""
         asked, found = self.strategy, []
         for _, prepared in self.modules:
-            choice = getattr(getattr(prepared, "_session", None), "choice", None)
-            now = asked if choice is None else choice.strategy
+            planner = getattr(getattr(prepared, "_session", None), "planner", None)
+            now = asked if planner is None else planner.strategy
             if self.measured:
                 found.append([(0, now)])  # after the observed iterations
             else:

@@ -14,9 +14,9 @@ from torch._C import _current_graph_task_id as current_graph_task_id
 from torch.autograd import Variable
 
 from offbeat.core.derive.windows import Windows
-from offbeat.core.runtime.schedulers import SchedulerGate
 from offbeat.core.runtime.session import Session
 from offbeat.profile import Profile
+from offbeat.strategies.schedulers import SchedulerGate
 from offbeat.testing.equations import Changes, layer_sets
 
 

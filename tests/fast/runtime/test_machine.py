@@ -10,7 +10,6 @@ import pytest
 from offbeat.core.runtime.machine import (
     AGAIN,
     TABLE,
-    TURN,
     Event,
     Machine,
     OutOfOrderError,
@@ -117,15 +116,7 @@ def test_within_an_action_only_reads_mean_nothing_new() -> None:
     assert machine.state is State.IDLE
 
 
-def test_between_two_iterations_events_act_and_a_broken_backward_is_one() -> None:
-    class Turning(Log):
-        def turn(self) -> None:
-            machine.fire(Event.PAUSE)
-
-    machine = at(State.READY, log := Turning())
-    machine.fire(Event.STEP)
-    assert (machine.state, log.done) == (State.IDLE, ["update", "settle"])
-    assert TURN in dict(TABLE[State.READY][Event.STEP])
+def test_a_backward_that_has_ended_with_an_exception_is_one() -> None:
     machine = at(State.HELD, log := Log())
     log.is_broken = True
     with pytest.raises(OutOfOrderError, match="ended with an exception"):

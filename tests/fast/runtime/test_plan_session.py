@@ -18,12 +18,12 @@ from offbeat.core.runtime.actions import TensorActions
 from offbeat.core.runtime.flat_session import FlatSession
 from offbeat.core.runtime.hooks import ALL
 from offbeat.core.runtime.iteration import Iteration, Timestamps
-from offbeat.core.runtime.plan_choice import MEMBER_ITERATIONS
-from offbeat.core.runtime.plan_runner import PlanRunner
+from offbeat.core.runtime.planner import Planner
 from offbeat.core.runtime.session import Position
 from offbeat.core.runtime.session_guards import SessionGuards
 from offbeat.core.runtime.waiting import Waiting
 from offbeat.core.transport.device import CPU
+from offbeat.elastic.profile import MEMBER_ITERATIONS
 from offbeat.elastic.session import MemberSession
 from offbeat.plan import Apply, Moment, Phases, Plan, transfer
 from offbeat.sessions.loop_session import LoopSession
@@ -52,7 +52,8 @@ def test_other_optimizers_wait_for_the_plan_of_a_strategy_that_averages_paramete
     )
     guards: Any = SimpleNamespace(
         _engine=SimpleNamespace(traits=PlanTraits(Plan("bsp", 1, (rule,)))),
-        _choice=SimpleNamespace(strategy=SimpleNamespace(synchronous=synchronous)),
+        _cluster=SimpleNamespace(links={}),
+        _strategy=SimpleNamespace(synchronous=synchronous),
     )
     SessionGuards.note_plan(guards, observes=observes)
     assert guards.shares_optimizer is allowed
@@ -60,11 +61,15 @@ def test_other_optimizers_wait_for_the_plan_of_a_strategy_that_averages_paramete
 
 def test_all_ranks_expect_the_backward_passes_of_the_rank_with_the_most() -> None:
     hooks = SimpleNamespace(added_passes=2, held=ALL)
-    control = SimpleNamespace(gather=lambda own: [own, 4, 1])
-    runner: Any = SimpleNamespace(
-        engine=SimpleNamespace(hooks=hooks, control=control), _run_jointly=lambda act: act()
+    control = SimpleNamespace(gather=lambda own: [own, 3, 0])
+    planner: Any = SimpleNamespace(
+        _engine=SimpleNamespace(hooks=hooks, control=control), is_trial=False, convergence=None
     )
-    PlanRunner._expect_passes(runner)
+    planner._expect_passes = lambda: Planner._expect_passes(planner)
+    change = Planner.on_step_end(planner)
+    assert hooks.held == 1  # of this rank, until all have told theirs
+    assert change is not None
+    change()
     assert hooks.held == 3
 
 
@@ -91,7 +96,7 @@ def test_positions_that_a_job_of_any_size_can_continue_from(
         observing=False,
         iteration=9,
         engine=SimpleNamespace(iteration=4, traits=PlanTraits(Plan("some", 1, (rule,), late))),
-        runner=SimpleNamespace(capture=lambda: {"plan": "x"}),
+        planner=SimpleNamespace(capture=lambda: {"plan": "x"}),
         _united=4 if united else 3,
     )
     assert FlatSession.capture_position(session) == Position(9, alike, {"plan": "x"})
@@ -102,7 +107,7 @@ def test_boundaries_are_the_ends_of_periods_after_the_prologue(period: int, step
     def is_at_boundary(planned: int) -> bool:
         session: Any = SimpleNamespace(
             observing=False,
-            runner=SimpleNamespace(is_trial=False),
+            planner=SimpleNamespace(is_trial=False),
             is_in_iteration=False,
             engine=SimpleNamespace(cursor=SimpleNamespace(planned=planned)),
             plan=SimpleNamespace(prologue=2, period=period),

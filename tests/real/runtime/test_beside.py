@@ -16,7 +16,7 @@ from harness.ranks import run_ranks
 from torch import nn
 
 from offbeat.core.measuring.timing import Budget
-from offbeat.core.runtime.plan_session import build_flat
+from offbeat.core.runtime.flat_session import build_flat
 from offbeat.core.transport.cluster import connect
 from offbeat.core.transport.device import CPU
 from offbeat.core.transport.interfaces import LinkSpec

@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import permutations
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from cases.schedules import CASE
 from harness.ranks import run_ranks
 from oracle.training import Replica, apply_merged, bsp, merged, replicas
 
-from offbeat import DeFT
+from offbeat import WFBP, DeFT
 from offbeat.core.measuring.loss import LossTap, accumulation, is_accumulating
 from offbeat.core.measuring.noise import NoiseMeter, is_scale_free, step_size
 from offbeat.strategies import Strategy
@@ -142,7 +143,8 @@ class Alone:
 def test_looks_after_two_windows_of_ten() -> None:
     parameter = torch.zeros(1, requires_grad=True)
     optimizer = torch.optim.SGD([parameter], lr=0.1)
-    guard = ConvergenceGuard(SimpleNamespace(control=Alone(), optimizer=optimizer))  # type: ignore[arg-type]
+    engine, planner = SimpleNamespace(control=Alone(), optimizer=optimizer), Mock()
+    guard = ConvergenceGuard(engine, planner, WFBP())  # type: ignore[arg-type]
     looks = {}
     try:
         for t in range(40):

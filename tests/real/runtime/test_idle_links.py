@@ -22,7 +22,7 @@ from offbeat.core.measuring.idle_links import (
     with_additional,
 )
 from offbeat.core.measuring.timing import Probe
-from offbeat.core.runtime.plan_session import build_flat
+from offbeat.core.runtime.flat_session import build_flat
 from offbeat.core.transport.cluster import connect
 from offbeat.core.transport.device import CPU
 from offbeat.core.transport.interfaces import LinkSpec

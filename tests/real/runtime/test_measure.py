@@ -56,9 +56,9 @@ from offbeat.core.measuring.observe import ProfileObserver, least_message_s, tim
 from offbeat.core.measuring.processors import processors
 from offbeat.core.measuring.timing import Budget, Probe
 from offbeat.core.profile import records
-from offbeat.core.runtime import first_iterations
+from offbeat.core.runtime import job_profile
+from offbeat.core.runtime.flat_session import build_flat
 from offbeat.core.runtime.iteration import Timestamps
-from offbeat.core.runtime.plan_session import build_flat
 from offbeat.core.transport.cluster import Cluster, connect
 from offbeat.core.transport.collectives import Ring
 from offbeat.core.transport.device import CPU
@@ -592,7 +592,7 @@ def profile_of_a_fast_link(observe: int) -> tuple[float, float | None]:
         profiles.append(build(*args))
         return profiles[-1]
 
-    first_iterations.measure_cluster, observe_module.least_message_s = fast, remember
+    job_profile.measure_cluster, observe_module.least_message_s = fast, remember
     ProfileObserver.profile = profile
     model = nn.Linear(64, 64)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

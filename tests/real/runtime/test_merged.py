@@ -19,8 +19,8 @@ from oracle.training import Replica, apply_merged, merged, replicas
 from torch.optim.lr_scheduler import LRScheduler, StepLR
 
 from offbeat import WFBP, DeFT, Strategy
-from offbeat.core.runtime.schedulers import SchedulerGate
 from offbeat.plan import Plan
+from offbeat.strategies.schedulers import SchedulerGate
 
 PAIRS = Merging(period=2)
 MEANS = Merging(period=3, merge="mean")

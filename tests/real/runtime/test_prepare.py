@@ -34,8 +34,7 @@ from offbeat import (
 )
 from offbeat.core.runtime.prepare import REHEARSAL
 from offbeat.core.start.launch_request import LaunchRequest
-from offbeat.core.start.named_strategy import NamedStrategy
-from offbeat.core.start.strategy_choice import choose_strategy
+from offbeat.core.start.strategy_choice import NamedStrategy, choose_strategy
 from offbeat.experiments.record.record_file import path_of, read
 
 CASE = failing.CASE

@@ -21,7 +21,7 @@ from offbeat.core.measuring.sending import (
     measure_sending,
 )
 from offbeat.core.measuring.timing import Budget
-from offbeat.core.runtime.plan_session import build_flat
+from offbeat.core.runtime.flat_session import build_flat
 from offbeat.core.transport.cluster import connect
 from offbeat.core.transport.device import CPU
 from offbeat.core.transport.interfaces import LinkSpec

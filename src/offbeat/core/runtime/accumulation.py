@@ -7,8 +7,8 @@ import torch
 from offbeat.core.buckets.flat import Flat
 from offbeat.core.buckets.gradients import Gradients
 from offbeat.core.derive.windows import Windows
+from offbeat.core.parts import part
 from offbeat.core.plan import Plan
-from offbeat.core.runtime.schedulers import SchedulerGate
 
 
 class Accumulation(Windows):
@@ -27,7 +27,7 @@ class Accumulation(Windows):
     ):
         self._flat, self._gradients = flat, gradients
         super().__init__(plan)
-        self._gate = SchedulerGate(optimizer) if self.late else None
+        self._gate = part("SchedulerGate")(optimizer) if self.late else None
         self._version = flat.grad_version()
 
     def close(self) -> None:

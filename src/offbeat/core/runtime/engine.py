@@ -73,9 +73,8 @@ class Engine:
     ):
         self.model, self.optimizer, self.links = model, optimizer, links
         self.control, self.device = control, device
-        # Whether all messages are copies: the members of the job may change, or shards are staged.
-        self.staged = False
-        self.has_members = False  # whether the members of the job may change
+        self.has_members = control.has_members  # whether the members of the job may change
+        self.staged = self.has_members  # whether all messages are copies, also of staged shards
         self.replica = control.rank if replica is None else replica  # its number in the plan
         self.observers = Observers()
         self.machine, self._sets_to_none = Machine(self), True
@@ -87,7 +86,6 @@ class Engine:
         self.stepping: ForeignStepGuard | None = None
         self.watched: UsageRecorder | None = None
         self.step_observers: list[StepObserver] = []  # of all plans
-        self._changes: list[Callable[[], None]] = []  # requested for the end of the iteration
         self._thread = get_ident()  # thread of the training loop
         self._scaled = False  # whether a gradient scaler lets the next optimizer step
         self.repeats = False  # whether gradients were averaged more than once before a step
@@ -190,13 +188,6 @@ class Engine:
         if get_ident() == self._thread:  # reads by other threads do not complete updates
             self.flush()
 
-    def change_at_end(self, change: Callable[[], None]) -> None:
-        """Run a change of plan or storage at the end of the current iteration, or of the next one.
-
-        Within an iteration, messages and hooks refer to the plan and the storage.
-        """
-        self._changes.append(change)
-
     def refresh_groups(self) -> None:
         """Refresh all caches after the optimizer's groups or state were replaced
         (`load_state_dict`)."""
@@ -210,14 +201,6 @@ class Engine:
         self.control.set_activity(IN_SCRIPT)
         ready = [None] * len(self.flat.buckets)
         self._marks = Timestamps(begin=self.device.mark(), ready=ready)
-
-    def turn(self) -> None:
-        """After an iteration, make the changes that were requested, and begin the next one."""
-        while self._changes:
-            self._changes.pop(0)()
-        self.begin()
-        self._thread = get_ident()
-        self.run.weight_looks.open()
 
     def _fail(self, failure: BaseException) -> None:
         is_first = self.machine.failure is None
@@ -664,9 +647,11 @@ class Engine:
         self.cursor.end()
         self.observers.add_ended(now)
         self.iteration += 1
-        self._evaluated = False
+        self._evaluated, self._thread = False, get_ident()
         self.control.set_iteration(self.iteration)
         self.observers.deliver()
+        self.begin()
+        self.run.weight_looks.open()
 
     def allow_own_step(self) -> None:
         """Check the averages that the script's own optimizer is about to apply."""

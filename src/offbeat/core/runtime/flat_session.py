@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
 from offbeat.core.buckets.flat import Flat
+from offbeat.core.buckets.layout import BucketSpec, specs_of_profile
 from offbeat.core.derive import effects
 from offbeat.core.guards.comparison import ReplicaGuard
 from offbeat.core.guards.replicas import (
@@ -20,13 +23,13 @@ from offbeat.core.guards.replicas import (
 from offbeat.core.guards.same_inputs import ITERATIONS, InputSamples, read_same_batches
 from offbeat.core.guards.script_usage import scaler_remedy
 from offbeat.core.observers import Observers
+from offbeat.core.parts import part
 from offbeat.core.plan import Plan
 from offbeat.core.profile import Profile
 from offbeat.core.runtime.engine import NO_CONTEXT, Engine
-from offbeat.core.runtime.first_iterations import FirstIterations
 from offbeat.core.runtime.hooks import tensors_of
-from offbeat.core.runtime.plan_choice import PlanChoice
-from offbeat.core.runtime.plan_runner import PlanRunner
+from offbeat.core.runtime.job_profile import FirstIterations
+from offbeat.core.runtime.planner import Planner
 from offbeat.core.runtime.recording import Decisions
 from offbeat.core.runtime.session import Position, Session
 from offbeat.core.runtime.session_guards import SessionGuards
@@ -46,8 +49,7 @@ class FlatSession(Session):
 
     Attributes:
         engine: executor of the plan.
-        choice: strategy that runs, and the profile.
-        runner: the plan and its changes.
+        planner: the strategy that runs, its profile and its plan.
     """
 
     def __init__(self, strategy: Planned, job: TrainingJob, flat: Flat) -> None:
@@ -73,28 +75,28 @@ class FlatSession(Session):
             sends_buffers=cluster.is_first,
             on_failure=cluster.abort,
         )
-        self.choice = choice = PlanChoice(strategy, job, Decisions(job.recorder, self.engine))
-        self._guards = guards = SessionGuards(job, self.engine, choice)
-        self.runner = PlanRunner(job, self.engine, choice, guards, self.run_jointly)
-        self._first = FirstIterations(job, choice, guards, self.runner, self._run_before_plan)
+        decisions = Decisions(job.recorder, self.engine)
+        self._guards = guards = SessionGuards(job, self.engine, strategy, decisions)
+        self.planner = Planner(strategy, job, self.engine, guards, decisions)
+        self._first: FirstIterations | None = None
 
     def begin(self) -> None:
         """Run the strategy's plan from the next iteration on, or measure a profile before."""
         if self._job.profile is not None:
-            self.runner.run_from(self._job.profile)
+            self.planner.begin(self._job.profile)
         else:
-            self._first.begin()
+            self._first = FirstIterations(self._job, self.engine, self.planner, self._guards)
         self._job.open_connections()
 
     @property
     def plan(self) -> Plan:
         """Plan of the strategy."""
-        return self.runner.plan
+        return self.planner.plan
 
     @property
     def profile(self) -> Profile:
         """Profile from which the plan was made. AttributeError while it is measured."""
-        return self.choice.profile
+        return self.planner.profile
 
     @property
     def observers(self) -> Observers:  # type: ignore[override]
@@ -109,10 +111,6 @@ class FlatSession(Session):
     def run_jointly(self, exchange: Callable[[], None]) -> None:
         """Run an exchange of all ranks at the end of an iteration."""
         exchange()
-
-    def _run_before_plan(self, act: Callable[[], None]) -> None:
-        """Run exchanges of all ranks while there is no plan."""
-        act()
 
     def _begin_iteration(self) -> None:
         """Act before the first forward of an iteration."""
@@ -156,7 +154,7 @@ class FlatSession(Session):
     def note_reading(self, what: str) -> None:
         if self._names_differences and self._replicas_differ:
             self._names_differences = False
-            self.choice.decisions.print(
+            self.planner.decisions.print(
                 f"{what} of replicas that differ since their last average; call "
                 "model.consolidate() on all ranks before evaluations and saving"
             )
@@ -214,6 +212,8 @@ class FlatSession(Session):
             engine.complete(skip_update)
             self.run_jointly(guards.replicas.compare)
         engine.step(skip_update)
+        if self._first is not None and self._first.observed:
+            self.run_jointly(partial(self._begin_plan, self._first))
         guards.note_step()
         if self._inputs is not None and engine.iteration >= ITERATIONS:
             self.run_jointly(self._compare_inputs)
@@ -221,7 +221,16 @@ class FlatSession(Session):
             self._unsampled = engine.iteration - 1
         elif recorder:
             recorder.on_step_end(engine.iteration - 1)
-        self.runner.on_step_end()
+        change = self.planner.on_step_end()
+        if change is not None:
+            self.run_jointly(change)
+
+    def _begin_plan(self, first: FirstIterations) -> None:
+        """Run the strategy's plan after the measurement of its profile."""
+        self._first = None
+        profile = first.measure()
+        self.planner.begin(profile, first.observed, profile.usage)
+        self.engine.begin()
 
     def _compare_inputs(self) -> None:
         """Notice once if all ranks have read the same batches so far."""
@@ -229,7 +238,7 @@ class FlatSession(Session):
         everyone = self._cluster.control.gather(self._inputs.digests())
         self._inputs = None
         if read_same_batches(everyone):
-            self.choice.decisions.print(
+            self.planner.decisions.print(
                 f"all ranks have read the same batches in {ITERATIONS} iterations, so they repeat "
                 "each other's work; give the loader a DistributedSampler, or other seeds per rank"
             )
@@ -287,7 +296,7 @@ class FlatSession(Session):
             repair(model, self.engine.optimizer, cluster, staged=staged)
         else:
             if traits.sends_only_gradients:
-                require_equal(model, self.choice.strategy, cluster)
+                require_equal(model, self.planner.strategy, cluster)
             else:
                 self._guards.require_finite_replicas()
             average_replicas(model, cluster, staged=staged)
@@ -300,7 +309,7 @@ class FlatSession(Session):
 
     @property
     def observing(self) -> bool:
-        return self._first.observer is not None
+        return self._first is not None
 
     def capture_position(self) -> Position:
         self._cluster.require_open()
@@ -309,7 +318,7 @@ class FlatSession(Session):
                 f"there is no plan yet in iteration {self.iteration}, as the first iterations are "
                 "measured; save later, or give offbeat.prepare a profile"
             )
-        state = self.runner.capture()
+        state = self.planner.capture()
         united = self._united == self.engine.iteration
         alike = united or self.engine.traits.averages_gradients
         return Position(self.iteration, alike, state)
@@ -320,8 +329,10 @@ class FlatSession(Session):
         self._guards.restart()
         if state is not None:
             self.engine.pause()
-            self._first.cancel()
-            self.runner.resume(state)
+            if self._first is not None:
+                self._first.close()
+                self._first = None
+            self.planner.resume(state)
         else:
             self.engine.discard()
         self._earlier_iterations = iteration - self.engine.iteration
@@ -338,7 +349,7 @@ class FlatSession(Session):
         self.engine.machine.close()
         self.engine.observers.deliver(rest=True)
         if self._recorder:
-            pace = self.runner.pace
+            pace = self.planner.pace
             self._recorder.pace = pace.record() if pace else None
             self._recorder.write(self.traffic())
         self.detach()
@@ -359,6 +370,31 @@ class FlatSession(Session):
 
     def detach(self) -> None:
         """Remove every hook on the model, the optimizer and torch."""
-        self.runner.stop_monitor()
+        self.planner.stop_watching()
         self.engine.detach()
         self._guards.close()
+
+
+def build_flat(model: nn.Module, profile: Profile | None, alignment_bytes: int = 1) -> Flat:
+    """Return flat storage with the profile's buckets, or one bucket per parameter in reverse
+    order."""
+    if profile is not None:
+        specs = specs_of_profile(model, profile)
+    else:
+        names = [name for name, p in model.named_parameters() if p.requires_grad]
+        specs = [BucketSpec(name, (name,)) for name in reversed(names)]
+    return Flat(model, specs, alignment_bytes=alignment_bytes)
+
+
+def open_plan_session(strategy: Planned, job: TrainingJob) -> FlatSession:
+    """Return the session that runs the strategy's plan. It measures a profile if none is known."""
+    flat = build_flat(job.model, job.profile, job.cluster.alignment_bytes)
+    session_type = FlatSession if job.member is None else part("MemberSession")
+    session = session_type(strategy, job, flat)
+    try:
+        session.begin()
+        session.engine.begin()
+    except BaseException:
+        session.cancel()
+        raise
+    return session

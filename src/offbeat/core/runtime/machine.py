@@ -60,15 +60,13 @@ BROKEN = (
     "start again from the last checkpoint"
 )
 AGAIN = "again"  # fire the event once more, in the new state
-TURN = "turn"  # the next iteration begins; the engine may fire events within this action
 
 _I, _F, _B, _H = State.IDLE, State.FORWARD, State.BACKWARD, State.HELD
 _R, _S = State.READY, State.STEPPED
-_UPDATE = (("update", _I), (TURN, _I))
-_END = (*_UPDATE, (AGAIN, _I))
+_END = (("update", _I), (AGAIN, _I))
 _ABANDON = (("abandon", _R), *_END)
 _CLOSE = (("end_stepped", _S), *_END)
-_STEP = (("conclude", _R), *_UPDATE)
+_STEP = (("conclude", _R), ("update", _I))
 _OWN_STEP = (("conclude", _R), ("allow_own_step", _S))
 
 Go = tuple[str, State]  # action of the engine, and the state after it; "" for no action
@@ -134,7 +132,7 @@ TABLE: Mapping[State, Mapping[Event, tuple[Go, ...]]] = {
         Event.REPEAT: (("average_again", _R), *_END),
         Event.NEED: (("", _R),),
         Event.SKIP: (("leave_out", _R),),
-        Event.STEP: _UPDATE,
+        Event.STEP: (("update", _I),),
         Event.OWN_STEP: (("allow_own_step", _S),),
         Event.ZERO: _ABANDON,
         Event.PAUSE: _ABANDON,
@@ -147,7 +145,7 @@ TABLE: Mapping[State, Mapping[Event, tuple[Go, ...]]] = {
         Event.GRADIENT: (("abandon_adding", _S), *_END),
         Event.NEED: (("", _S),),
         Event.SKIP: (("leave_out", _S),),
-        Event.STEP: _UPDATE,
+        Event.STEP: (("update", _I),),
         Event.OWN_STEP: (("allow_own_step", _S),),
         Event.ZERO: _CLOSE,
         Event.PAUSE: _CLOSE,
@@ -208,7 +206,7 @@ class Machine:
                 return self._refuse(event)
             try:
                 for name, act, then in row:
-                    self._acting = "" if name == TURN else name
+                    self._acting = name
                     act()
                     if self.state is not State.FAILED:
                         self.state = then

@@ -25,18 +25,16 @@ from offbeat.core.guards.finite import OnNonfinite
 from offbeat.core.guards.replicas import broadcast_model
 from offbeat.core.parts import part
 from offbeat.core.profile import Profile
-from offbeat.core.runtime.arguments import CommonArguments, require_seconds, require_whole_job
-from offbeat.core.runtime.known_profile import KnownProfile, find_profile
+from offbeat.core.runtime.job_profile import GivenProfile, KnownProfile, find_profile
 from offbeat.core.runtime.model_checks import (
     agree_on_model,
-    fingerprint_of,
     joined_optimizer,
     note_prepared,
     require_one_model,
     unclosed_models_notice,
 )
 from offbeat.core.runtime.prepared import Model, Optimizer
-from offbeat.core.runtime.recording import Recorder, joined_processes, process_facts
+from offbeat.core.runtime.recording import Recorder
 from offbeat.core.runtime.session import Session
 from offbeat.core.runtime.training_job import (
     Observation,
@@ -47,6 +45,7 @@ from offbeat.core.runtime.training_job import (
 )
 from offbeat.core.start.connecting import Connector, close_at_exit
 from offbeat.core.start.launch_request import (
+    CHECKPOINT_VARIABLE,
     LaunchRequest,
     current_job,
     current_nodes,
@@ -60,12 +59,10 @@ from offbeat.core.start.strategy_choice import (
 from offbeat.core.strategy.interface import Planned, Strategy
 from offbeat.core.transport.cluster import Cluster
 from offbeat.core.transport.job_place import current_servers
-from offbeat.core.transport.topology import Nodes
-from offbeat.elastic.entry import closing_on_failure, enter_job, require_members
-from offbeat.elastic.members import JobMember, Members
-from offbeat.elastic.node import node_of_process
+from offbeat.core.transport.topology import DIMENSIONS, Nodes
 
 if TYPE_CHECKING:
+    from offbeat.elastic.members import JobMember, Members
     from offbeat.jobs.metrics import Log, Metrics
     from offbeat.jobs.stopping import StopRequest
 
@@ -166,10 +163,10 @@ def prepare(
             difference raises on every rank.
         SystemExit: on a rank that serves, after all workers have left.
     """
-    require_whole_job(process_group, mesh)
+    _require_whole_job(process_group, mesh)
+    watch = Watch(compare_every, on_nonfinite, broadcast_buffers)
     rehearse = REHEARSAL.get()
     if rehearse is not None:
-        watch = Watch(compare_every, on_nonfinite, broadcast_buffers)
         if members is not None:
             raise ValueError(
                 "members (given) must be left out in a rehearsal, whose ranks do not change; "
@@ -181,16 +178,8 @@ def prepare(
         os.environ.update(torchrun_variables(os.environ))
     strategy, notice = choose_strategy(strategy, job)
     servers = current_servers()
-    given_s = timeout_s if job.timeout_s is None else job.timeout_s
-    timeout_s = require_seconds("timeout_s", given_s)
-    common = CommonArguments(
-        observe,
-        job.min_bucket_bytes or min_bucket_bytes,
-        profile,
-        Watch(compare_every, on_nonfinite, broadcast_buffers),
-        servers,
-        job.checkpoint is not None,
-    )
+    timeout_s = _require_seconds(timeout_s if job.timeout_s is None else job.timeout_s)
+    observation = Observation(observe, job.min_bucket_bytes or min_bucket_bytes)
     sinks, log = (metrics, None) if isinstance(metrics, str) else (None, metrics)
     settings = part("read_settings")(
         os.environ, sys.argv, record=record, metrics=sinks, launcher_record=job.record_dir
@@ -199,58 +188,64 @@ def prepare(
     log = part("metrics_of")(log)
     whole, is_list = joined_optimizer(model, optimizer, strategy)
     require_one_model(job)
-    notice = "\n".join(filter(None, (notice, unclosed_models_notice()))) or None
+    notices = *settings.notices, notice, unclosed_models_notice()
     require_fitting_strategy(strategy, job)
     if mesh is None and nodes is None:
         nodes = current_nodes()
-    preparation = _Preparation(model, whole, strategy, common, job, log, settings, notice)
+    what = model, whole, strategy, profile, observation, watch, servers
+    preparation = Preparation(*what, job, log, settings, notices)
+    own = Connector(model, links, timeout_s)
     if members is None:
-        cluster = Connector(model, links, timeout_s).connect_job(mesh, nodes)
-        prepared = preparation.open_session(cluster)
+        prepared = preparation.open_session(own.connect_job(mesh, nodes))
     else:
-        require_members(members, strategy, profile, job, model, mesh=mesh, is_list=is_list)
-        for name in ("join_observer", "open_plan_session"):  # the others wait for a joining process
-            part(name)
-        node = node_of_process(nodes, os.environ, timeout_s)
-        facts = {
-            "strategy": f"{strategy.name} {strategy.settings()}",
-            "model": fingerprint_of(model),
-            "arguments of prepare": str(common),
-            "number of ranks of a member": str(node.size),
-        }
-        own = Connector(model, links, timeout_s)
-        prepared = enter_job(members, facts, node, own, preparation.begin_as_member)
+        part("require_members")(members, preparation, mesh=mesh, is_list=is_list)
+        prepared = part("enter_job")(members, preparation, own, nodes)
     return (prepared[0], prepared[1].parts()) if is_list else prepared
 
 
 @dataclass(frozen=True)
-class _Preparation:
+class Preparation:
     """Steps of `prepare` on connected ranks, after its arguments were checked.
 
     Attributes:
         model: the script's module.
         optimizer: optimizer that the session steps.
         strategy: strategy of the job.
-        common: arguments that must be equal on all ranks.
+        profile: the given profile.
+        observation: options of the measurement of a profile.
+        watch: checks during training.
+        servers: number of servers.
         request: options of the launcher.
         metrics: log of training metrics; None for none.
         settings: settings of record, console and metrics, see `jobs/settings.py`.
-        notice: notice about the choice of the strategy; None for none.
+        notices: notices about the arguments; None for none.
     """
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
     strategy: Strategy
-    common: CommonArguments
+    profile: GivenProfile
+    observation: Observation
+    watch: Watch
+    servers: int
     request: LaunchRequest
     metrics: Metrics | None
     settings: Any
-    notice: str | None
+    notices: Sequence[str | None]
 
-    def begin_as_member(self, member: JobMember, cluster: Cluster) -> tuple[Model, Optimizer]:
-        """Begin a job whose members change, or join it if it runs."""
-        act = self.join_running_job if member.has_joined else self.open_session
-        return act(cluster, member)
+    @property
+    def arguments(self) -> str:
+        """Arguments of `prepare` that must be equal on all ranks; of the profile only its kind."""
+        given, watch = self.profile, self.watch
+        kind = "given" if isinstance(given, Profile) else "none" if given is None else "a file"
+        return (
+            f"observe={self.observation.iterations}, "
+            f"min_bucket_bytes={self.observation.min_bucket_bytes}, "
+            f"profile={kind}, compare_every={watch.compare_every}, "
+            f"on_nonfinite={watch.on_nonfinite}, broadcast_buffers={watch.broadcast_buffers}, "
+            f"servers={self.servers}, "
+            f"{CHECKPOINT_VARIABLE} {'unset' if self.request.checkpoint is None else 'set'}"
+        )
 
     def open_session(
         self, cluster: Cluster, member: JobMember | None = None
@@ -262,15 +257,15 @@ class _Preparation:
             SystemExit: on a rank that serves, after all workers have left.
         """
         strategy, control, request = self.strategy, cluster.control, self.request
-        with _closing_on_error(cluster, member) as undo:
+        with closing_on_error(cluster, member) as undo:
             if not request.stop_after_profile:  # a measurement runs a plan of its own
                 require_fitting_topology(strategy, cluster.topology)
-            control.agree("the arguments of prepare", str(self.common), "call it alike everywhere")
+            control.agree("the arguments of prepare", self.arguments, "call it alike everywhere")
             fingerprint = agree_on_model(self.model, self.optimizer, strategy, control)
-            ranks = divide_ranks(self.common.servers, strategy, control)
-            known = KnownProfile(None, None)
+            ranks = divide_ranks(self.servers, strategy, control)
+            known = KnownProfile()
             if isinstance(strategy, Planned):
-                known = find_profile(self.common.profile, request, self.model, cluster)
+                known = find_profile(self.profile, request, self.model, cluster)
             sampled = self.metrics.divergence_every if self.metrics else None
             if member is not None and sampled:
                 sampled = 0  # the store of the samples ends with the epoch
@@ -280,12 +275,10 @@ class _Preparation:
             if any(gpu is not None for gpu in gpus):
                 cluster.alignment_bytes = ALIGNED_BYTES
             if control.rank == 0:
-                notices = [text for text in (self.notice, known.difference) if text is not None]
-                notices = ["\n".join(notices)] if notices else []
-                notices += part("startup_notices")(strategy, cluster, gpus)
-                for text in (*self.settings.notices, *notices):
+                notices = part("startup_notices")(strategy, cluster, gpus)
+                for text in filter(None, (*self.notices, known.difference, *notices)):
                     console.print("notice", text, "warning")
-                observe = self.common.observe
+                observe = self.observation.iterations
                 message = part("startup_message")(strategy, cluster, known.profile, observe)
                 console.print("start", message)
             recorder = self._create_recorder(cluster, member, control.rank in ranks.servers)
@@ -298,37 +291,12 @@ class _Preparation:
             if recorder is not None and known.difference is not None:
                 recorder.warnings.append(known.difference)
             more = {"stop_request": stop_request, "member": member}
-            job = self._job(cluster, known, fingerprint, ranks, recorder, **more)
+            job = self.job(cluster, known, fingerprint, ranks, recorder, **more)
             session = strategy.open(job)
             undo.pop_all()
-        return self._finish(job, session, samples)
+        return self.finish(job, session, samples)
 
-    def join_running_job(self, cluster: Cluster, member: JobMember) -> tuple[Model, Optimizer]:
-        """Open the session of a process that joins a running job, whose members are in
-        `FlatSession.begin_epoch`.
-
-        Raises:
-            JoinError: a member has failed meanwhile.
-        """
-        control = cluster.control
-        with closing_on_failure(member), _closing_on_error(cluster, member) as undo:
-            everyone = control.gather({"joins": process_facts()})
-            facts = everyone[0]
-            if (record := facts.get("record")) is not None:
-                record |= {"members": member.rank_names, "joined": joined_processes(everyone)}
-            recorder = part("join_observer")(self.settings, self.strategy, cluster, record)
-            if recorder is not None:
-                undo.callback(recorder.write, {})
-            cluster.alignment_bytes = facts["alignment_bytes"]
-            known = KnownProfile(Profile.from_dict(facts["profile"]), None)
-            fingerprint, ranks = fingerprint_of(self.model), divide_ranks(0, self.strategy, control)
-            more = {"member": member, "joining": facts}
-            job = self._job(cluster, known, fingerprint, ranks, recorder, **more)
-            session = self.strategy.open(job)
-            undo.pop_all()
-        return self._finish(job, session, [0 if self.metrics else None])
-
-    def _job(
+    def job(
         self,
         cluster: Cluster,
         known: KnownProfile,
@@ -337,18 +305,30 @@ class _Preparation:
         recorder: Recorder | None,
         **more: Any,
     ) -> TrainingJob:
-        """Return the objects of this rank; `more` are further attributes of `TrainingJob`."""
-        common = self.common
-        observation = Observation(
-            common.observe, common.min_bucket_bytes, fingerprint, known.save_to
-        )
-        objects = self.model, self.optimizer, cluster, known.profile, observation
-        return TrainingJob(*objects, common.watch, self.request, ranks, recorder, **more)
+        """Return the objects of this rank.
 
-    def _finish(
+        Args:
+            cluster: links and control of this rank.
+            known: the known profile.
+            fingerprint: fingerprint of the model.
+            ranks: the ranks that train, and the ranks that serve.
+            recorder: writes this rank's record; None if none is requested.
+            **more: further attributes of `TrainingJob`.
+        """
+        observation = replace(self.observation, model=fingerprint, save_to=known.save_to)
+        objects = self.model, self.optimizer, cluster, known.profile, observation
+        return TrainingJob(*objects, self.watch, self.request, ranks, recorder, **more)
+
+    def finish(
         self, job: TrainingJob, session: Session, samples: Sequence[int | None]
     ) -> tuple[Model, Optimizer]:
-        """Return model and optimizer of a session that has been opened."""
+        """Return model and optimizer of a session that has been opened.
+
+        Args:
+            job: objects of this rank.
+            session: session of the strategy.
+            samples: by rank, the iterations between two samples of the divergence of replicas.
+        """
         if job.recorder is not None:
             session.observers.add(job.recorder)
             job.recorder.attach(session)
@@ -406,10 +386,33 @@ class _Preparation:
         return request
 
 
-def _closing_on_error(cluster: Cluster, member: JobMember | None) -> ExitStack:
+def closing_on_error(cluster: Cluster, member: JobMember | None) -> ExitStack:
     """Return a context that leaves the job if its body fails. Callbacks added to it run before."""
     undo = ExitStack()
     if member is not None:
         undo.callback(member.close)
     undo.callback(cluster.close)
     return undo
+
+
+def _require_seconds(timeout_s: Any) -> float:
+    """Return a number of seconds. Raise ValueError unless it is above 0 and finite."""
+    is_number = isinstance(timeout_s, (int, float)) and not isinstance(timeout_s, bool)
+    if not is_number or not 0 < timeout_s < float("inf"):
+        raise ValueError(f"timeout_s ({timeout_s!r}) must be a number of seconds above 0")
+    return float(timeout_s)
+
+
+def _require_whole_job(process_group: object, mesh: object) -> None:
+    """Raise ValueError if the script names a part of the job, or a mesh that is no device mesh of
+    torch."""
+    if process_group is not None:
+        raise ValueError(
+            f"process_group ({type(process_group).__name__}) must be left out: offbeat averages "
+            "over all ranks of the job"
+        )
+    if mesh is not None and not isinstance(mesh, DeviceMesh):
+        raise ValueError(
+            f"mesh ({type(mesh).__name__}) must be a torch.distributed.device_mesh.DeviceMesh of "
+            f"two dimensions, between nodes and inside: {DIMENSIONS}"
+        )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from offbeat.core.buckets.attached import UncopiedHook
+from offbeat.core.buckets.module_buffers import has_buffers
 from offbeat.core.buckets.shards import local_of
 from offbeat.core.derive.effects import sends_only_gradients
 from offbeat.core.guards.comparison import Comparison, ReplicaGuard, SettingsGuard
@@ -14,8 +15,9 @@ from offbeat.core.guards.parameters import ParameterWatch
 from offbeat.core.guards.unwritten_weights import WeightChanges
 from offbeat.core.plan import Plan
 from offbeat.core.runtime.engine import Engine
-from offbeat.core.runtime.plan_choice import PlanChoice
+from offbeat.core.runtime.recording import Decisions
 from offbeat.core.runtime.training_job import TrainingJob
+from offbeat.core.strategy.interface import Strategy
 
 NOTED_FORWARDS = 3  # first iterations in which writes of a forward to parameters are noted
 MANY_PASSES = 20  # backward passes without a step after which rank 0 warns
@@ -28,7 +30,8 @@ class SessionGuards:
     Args:
         job: objects of this rank.
         engine: engine of this rank.
-        choice: strategy that runs.
+        strategy: requested strategy.
+        decisions: reports of the session.
 
     Attributes:
         replicas: comparison of replicas or of settings; None: none.
@@ -36,11 +39,14 @@ class SessionGuards:
         stepping: guard against steps of other optimizers.
         has_loaded: whether a load since the last iteration restarts the plan on this rank.
         shares_optimizer: see `note_plan`.
+        shares_buffers: whether the model has buffers, and replicas on other ranks.
     """
 
-    def __init__(self, job: TrainingJob, engine: Engine, choice: PlanChoice) -> None:
+    def __init__(
+        self, job: TrainingJob, engine: Engine, strategy: Strategy, decisions: Decisions
+    ) -> None:
         self._model, self._cluster, self._watch = job.model, job.cluster, job.watch
-        self._engine, self._choice, self._decisions = engine, choice, choice.decisions
+        self._engine, self._strategy, self._decisions = engine, strategy, decisions
         self.replicas: Comparison | None = None
         self.has_loaded = False
         self._agreed_on_buffers = 0  # calls of `agree_on_buffers`
@@ -53,14 +59,14 @@ class SessionGuards:
         self._in_forward = WeightChanges(trained, addresses=False)
         self._in_forward.forget()
         self._written: dict[str, None] = {}  # names of parameters that a forward has written
-        if choice.shares_buffers:
+        self.shares_buffers = job.cluster.control.world_size > 1 and has_buffers(job.model)
+        if self.shares_buffers:
             engine.module_buffers.before_packing = self.agree_on_buffers
         self.parameters = ParameterWatch(job.model, engine.flush)
         self.parameters.attach(engine.flat.parameters)
         self.create_finite_guard()
         self.stepping = ForeignStepGuard(job.optimizer, lambda: self.shares_optimizer)
         engine.stepping = self.stepping
-        self.guard_links()
         # Hooks on the bare modules, so that reads and loads of their weights see all updates, too.
         flush, discard = UncopiedHook(engine.flush), UncopiedHook(self._discard)
         self._handles = [job.model.register_load_state_dict_pre_hook(discard)]
@@ -80,13 +86,6 @@ class SessionGuards:
         names = [self._engine.flat.buckets[b].name for b in (run.start, run.stop - 1)]
         return repr(names[0]) if len(run) == 1 else f"{names[0]!r} to {names[1]!r}"
 
-    def guard_links(self) -> None:
-        """Check the messages of all open links."""
-        for link in self._cluster.links.values():
-            link.keeps_last = self._engine.staged
-            guard = partial(self._finite.run, is_any=link.collectives.is_any)
-            link.guard = guard if self._finite.active else None
-
     def require_finite_replicas(self) -> None:
         """Raise RuntimeError on all ranks if parameters of a rank are not finite, before replicas
         are averaged as a whole."""
@@ -97,16 +96,19 @@ class SessionGuards:
         self._finite.check_replicas([rank for rank, is_finite in everyone if not is_finite])
 
     def note_plan(self, *, observes: bool = False) -> None:
-        """Note that the engine has adopted a plan.
+        """Note that the engine has adopted a plan, whose links are open.
 
         Other optimizers may use the gradients between backward and step if the plan only averages
         gradients and applies them in the step. Parameters may be in any memory then. If
         `observes`, the strategy's plan follows, which may do otherwise.
         """
+        for link in self._cluster.links.values():
+            link.keeps_last = self._engine.staged
+            guard = partial(self._finite.run, is_any=link.collectives.is_any)
+            link.guard = guard if self._finite.active else None
         traits = self._engine.traits
-        early = traits.remedy is not None or traits.late
-        follows = observes and not self._choice.strategy.synchronous
-        self.shares_optimizer = traits.sends_only_gradients and not early and not follows
+        follows = observes and not self._strategy.synchronous
+        self.shares_optimizer = traits.averages_gradients and traits.remedy is None and not follows
 
     def compare_ranks(self, plan: Plan) -> None:
         """Compare replicas from now on, or only settings if a plan averages parameters."""
@@ -136,7 +138,7 @@ class SessionGuards:
         """Raise if the script has changed parameters that it must not change; warn if it does not
         step."""
         engine = self._engine
-        if self._choice.shares_buffers:
+        if self.shares_buffers:
             engine.module_buffers.note()
         self.parameters.require_unchanged(may_move=self.shares_optimizer)
         if engine.cursor.now is None and (name := self._untouched.changed_name()) is not None:
@@ -150,7 +152,7 @@ class SessionGuards:
             self._reports_missing_step = False
             self._decisions.warn(
                 f"optimizer.step() was not called in the last {MANY_PASSES} backward passes, so "
-                f"{self._choice.strategy} runs no updates; call step() of the optimizer that "
+                f"{self._strategy} runs no updates; call step() of the optimizer that "
                 "offbeat.prepare returned, or wrap backward passes that only accumulate in "
                 "`with model.no_sync():`"
             )
@@ -237,7 +239,7 @@ class SessionGuards:
                 control.meet(f"loaded/{control.met}/{self._engine.iteration}")
         except RuntimeError as error:
             raise RuntimeError(
-                f"weights were loaded on rank {control.rank}, and {self._choice.strategy} begins "
+                f"weights were loaded on rank {control.rank}, and {self._strategy} begins "
                 "anew then; load them on all ranks in the same place, or on none, and evaluate "
                 f"others on copy.deepcopy(model): {error}. {control.report_failure()}"
             ) from error

@@ -19,9 +19,9 @@ from offbeat.core.strategy.interface import Strategy, require_count
 from offbeat.core.transport.cluster import Cluster
 from offbeat.core.transport.control import Control
 from offbeat.core.transport.job_place import SERVERS_VARIABLE
-from offbeat.elastic.members import JobMember
 
 if TYPE_CHECKING:
+    from offbeat.elastic.members import JobMember
     from offbeat.jobs.stopping import StopRequest
     from offbeat.lab.pace import Pace
 
@@ -35,12 +35,22 @@ class Observation:
         min_bucket_bytes: smallest bucket; None: derived from the measured latency.
         model: fingerprint of the model.
         save_to: file of the profile; None: not saved.
+
+    Raises:
+        ValueError: a value is invalid.
     """
 
     iterations: int
-    min_bucket_bytes: int | None
-    model: str
-    save_to: str | None
+    min_bucket_bytes: int | None = None
+    model: str = ""
+    save_to: str | None = None
+
+    def __post_init__(self) -> None:
+        remedy = "pass a profile to observe no iterations"
+        require_count("observe", self.iterations, remedy=remedy)
+        if self.min_bucket_bytes is not None:
+            remedy = "use None to derive it from the measured latency of a message"
+            require_count("min_bucket_bytes", self.min_bucket_bytes, remedy=remedy)
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ class LaunchRequest:
         min_bucket_bytes: replaces the argument of `offbeat.prepare`.
         least_buckets: smallest number of buckets to measure. Buckets get smaller than the measured
             minimum if necessary.
-        save_strategy: file to which rank 0 writes the script's strategy (see `named_strategy`).
+        save_strategy: file to which rank 0 writes the script's strategy (see `NamedStrategy`).
         stop_after_strategy: exit on all ranks after that.
     """
 

@@ -1,23 +1,29 @@
-"""Choice of a job's strategy among launcher, environment and script, and its fit to the job."""
+"""Choice of a job's strategy among launcher, environment and script, its fit to the job, and the
+file that tells a launcher the script's strategy."""
 
 from __future__ import annotations
 
+import json
 import os
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
 
-from offbeat.core.files import write_or_warn
+from offbeat.core.files import replace_text, write_or_warn
+from offbeat.core.profile import Profile
 from offbeat.core.start.launch_request import (
     JOIN_VARIABLE,
     STRATEGY_VARIABLE,
     LaunchRequest,
     current_join_request,
 )
-from offbeat.core.start.named_strategy import NamedStrategy
-from offbeat.core.strategy.interface import Planned, Strategy
+from offbeat.core.strategy.interface import Needs, Planned, Strategy
 from offbeat.core.strategy.parsing import parse
 from offbeat.core.strategy.registry import create, is_registered
 from offbeat.core.transport.job_place import current_place
-from offbeat.core.transport.topology import Topology
+
+if TYPE_CHECKING:
+    from offbeat.core.transport.topology import Topology
 
 DEFAULT_STRATEGY = "wfbp"
 
@@ -91,3 +97,62 @@ def require_fitting_topology(strategy: Strategy, topology: Topology) -> None:
             "of their own, and the ranks of a replica train in step; use one such as dreamddp or "
             "wfbp, or leave mesh and nodes out, so that every rank trains a replica of its own"
         )
+
+
+@dataclass(frozen=True)
+class ScriptStrategy(Planned):
+    """Placeholder for a strategy whose class is defined in the script and cannot be imported here.
+
+    It cannot be planned. The run directory contains the executed plan.
+    """
+
+    name: str  # type: ignore[misc]
+    text: str
+    values: dict[str, object]
+    citation = "the script"
+    needs = Needs(script=True)
+
+    def __str__(self) -> str:
+        return self.text
+
+    def settings(self) -> dict[str, object]:
+        return self.values
+
+    def schedule(self, profile: Profile) -> NoReturn:
+        raise ValueError(f"strategy ({self.text}) must be planned by the script that defines it")
+
+    bound_s = schedule
+
+
+@dataclass(frozen=True)
+class NamedStrategy:
+    """Name and settings of the strategy that a script passes to `prepare`.
+
+    Attributes:
+        text: strategy as text; None if the script passes none.
+        name: name of the strategy that runs without a launcher's choice.
+        settings: settings of that strategy.
+        own: whether the script defines the class of the strategy.
+    """
+
+    text: str | None
+    name: str
+    settings: dict[str, object]
+    own: bool = False
+
+    @property
+    def strategy(self) -> Strategy:
+        """Strategy that runs without a launcher's choice."""
+        if self.own:
+            return ScriptStrategy(self.name, self.text or self.name, self.settings)
+        return create(self.name, self.settings)
+
+    def save(self, path: str | Path) -> None:
+        """Write the file atomically."""
+        replace_text(path, json.dumps(asdict(self)))
+
+    @classmethod
+    def load(cls, path: Path) -> NamedStrategy | None:
+        """Read the file. Return None if it is missing, because the script has not reached
+        `prepare`."""
+        return cls(**json.loads(path.read_text())) if path.exists() else None
