@@ -7,7 +7,7 @@ user code has changed one. Parameters and buffers have their own storages over t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from itertools import accumulate
 from typing import NamedTuple
@@ -18,7 +18,14 @@ from torch.utils.dlpack import from_dlpack
 
 from offbeat.core.buckets.layout import BucketSpec, Key, key_of
 from offbeat.core.buckets.memory import empty
-from offbeat.core.buckets.shards import Shards, is_sharded, reshard
+from offbeat.core.buckets.shards import (
+    is_sharded,
+    local_of,
+    place_of_shard,
+    reshard,
+    shard_like,
+    stored_elements,
+)
 from offbeat.core.plan import BUILT_IN, Buffer, Payload
 from offbeat.core.plan.types import moment_of
 
@@ -35,7 +42,7 @@ class FlatBucket(NamedTuple):
 
 class Flat:
     """A model's trainable tensors, moved into one flat tensor per dtype and device, and buffers of
-    the same layout.
+    the same layout. Shards stay in FSDP's memory, and are copied to and from the flat tensors.
 
     A bucket's absence counts follow its gradients in memory: for each parameter, the number of
     iterations in which this rank had no gradient for it. Both are averaged in one message. The
@@ -78,9 +85,10 @@ class Flat:
         self.parameters: list[nn.Parameter] = [p for own in trained for p in own]
         self.bucket_of: list[int] = [b for b, own in enumerate(trained) for _ in own]
         self.starts: list[int] = [self.bucket_of.index(b) for b in range(len(trained))]
-        self.shards: Shards = Shards(model)
-        stored = [[self.shards.memory_of(p) for p in own] for own in trained]
-        self.sizes_bytes: list[int] = [sum(x.nbytes for x in own) for own in stored]
+        self.sizes_bytes: list[int] = [
+            sum(stored_elements(p) * p.element_size() for p in own) for own in trained
+        ]
+        self._copies: dict[int, Tensor] = {}  # of shards, in the flat tensors, by id
         statistics = [[buffers[n] for n in spec.buffers] for spec in specs]
         self.buffer_bytes: list[int] = [sum(b.nbytes for b in more) for more in statistics]
         self.keys: list[Key] = [key_of(own[0]) for own in trained]
@@ -107,7 +115,9 @@ class Flat:
             params = self._create_tensors(sizes, may_fail=before is not None)
             if params is None:
                 assert before is not None
-                self._move_to_host(tensor for tensors in moved for tensor in tensors)
+                for tensor in (tensor for tensors in moved for tensor in tensors):
+                    if not is_sharded(tensor):
+                        tensor.data = tensor.detach().to("cpu", copy=True)
                 before.free("param")
                 params = self._create_tensors(sizes)
             assert params is not None
@@ -135,24 +145,23 @@ class Flat:
     def _aligned_offsets(self, key: Key, tensors: Sequence[Tensor]) -> list[int]:
         """Return the offset of each tensor in a bucket, and the end of the last one with its
         gap."""
-        alignment, memory_of = self._alignment(key), self.shards.memory_of
-        sizes = [align(memory_of(t).numel(), alignment) for t in tensors]
+        alignment = self._alignment(key)
+        sizes = [align(stored_elements(t), alignment) for t in tensors]
         return [*accumulate(sizes, initial=0)]
 
     def _move_tensors(
         self, flat: Tensor, tensors: Iterable[Tensor], offsets: Iterable[int]
     ) -> None:
-        """Move parameters and buffers into a flat tensor."""
+        """Move parameters and buffers into a flat tensor, or copy a shard."""
         for tensor, offset in zip(tensors, offsets, strict=True):
-            memory = self.shards.memory_of(tensor)
-            place = place_like(flat, memory, offset)
-            place.copy_(memory.detach())
-            self.shards.move(tensor, place)
-
-    def _move_to_host(self, tensors: Iterable[Tensor]) -> None:
-        for tensor in tensors:
-            memory = self.shards.memory_of(tensor)
-            self.shards.move(tensor, memory.detach().to("cpu", copy=True))
+            if is_sharded(tensor):
+                flat[offset : offset + stored_elements(tensor)] = 0  # the padding is sent, too
+                place = self._copies[id(tensor)] = place_of_shard(flat, tensor, offset)
+            else:
+                place = place_like(flat, tensor, offset)
+            place.copy_(local_of(tensor).detach())
+            if not is_sharded(tensor):
+                tensor.data = place
 
     def _create_tensors(self, sizes: Mapping[Key, int], may_fail: bool = False) -> Store | None:
         """Return new flat tensors, with zeros if there are gaps. If they `may_fail`, return None if
@@ -181,22 +190,25 @@ class Flat:
     # ---- named buffers ----------------------------------------------------------------------
 
     def copy_in(self, run: range | None = None) -> None:
-        """Copy shards that FSDP keeps in its own memory to the flat tensors, before code uses the
-        parameters there.
+        """Copy shards to the flat tensors, before code uses the parameters there.
 
         Args:
             run: run of buckets; None for all buckets.
         """
-        if self.shards.are_staged:
-            self.shards.copy_in(self._parameters_in(run))
+        for own, place in self._shards_of(run):
+            place.copy_(own)
 
     def copy_out(self, run: range) -> None:
-        """Copy such shards back to FSDP's memory, after code has changed the flat tensors."""
-        if self.shards.are_staged:
-            self.shards.copy_out(self._parameters_in(run))
+        """Copy shards back to FSDP's memory, after code has changed the flat tensors."""
+        for own, place in self._shards_of(run):
+            own.copy_(place)
 
-    def _parameters_in(self, run: range | None) -> list[nn.Parameter]:
-        return [self.parameters[i] for i in self.indices(run or range(len(self.buckets)))]
+    def _shards_of(self, run: range | None) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield shards in FSDP's memory, and their copies in the flat tensors."""
+        if self.is_sharded:
+            for i in self.indices(run or range(len(self.buckets))):
+                p = self.parameters[i]
+                yield local_of(p).detach(), self._copies[id(p)]
 
     def adopt(self, buffers: Mapping[str, Buffer], *, continues: bool = False) -> None:
         """Allocate the buffers of a plan and delete all other buffers.
@@ -346,8 +358,7 @@ class Flat:
             for p, offset in zip(bucket.parameters, offsets, strict=False):  # buffers follow
                 at = start + offset
                 place = store[key].data_ptr() + at * store[key].element_size()
-                memory = self.shards.memory_of(p)
-                if memory.data_ptr() != place and key_of(p) == key:
+                if not is_sharded(p) and p.data_ptr() != place and key_of(p) == key:
                     with torch.no_grad():
                         self._move_tensors(store[key], [p], [at])
 
@@ -375,8 +386,10 @@ class Flat:
             self.keys, self._spans, self._offsets, self.buckets, strict=True
         ):
             for p, offset in zip(bucket.parameters, offsets, strict=False):  # buffers follow
-                like = self.shards.view_of if self.is_sharded else view_like
-                views.append(like(store[key], p, start + offset))
+                if self.is_sharded:
+                    views.append(shard_like(p, place_of_shard(store[key], p, start + offset)))
+                else:
+                    views.append(view_like(store[key], p, start + offset))
         return views
 
     def gradients(self, bucket: int, copy: int = 0) -> Tensor:

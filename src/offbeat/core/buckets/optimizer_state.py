@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from offbeat.core.buckets.coupling import is_wrapper, shield_parameters, trial_copy
 from offbeat.core.buckets.flat import Flat, align, place_like
 from offbeat.core.buckets.random_states import preserve_random_states
-from offbeat.core.buckets.shards import is_sharded, local_of, set_local
+from offbeat.core.buckets.shards import is_sharded, local_of, shard_like
 
 Names = dict[str, torch.dtype]
 
@@ -55,13 +55,10 @@ class StateStore:
             value = self._optimizer.state.get(p, {}).get(name)
             if value is None:
                 place.zero_()
-            elif is_sharded(value):
-                if local_of(value) is not place:
-                    place.copy_(local_of(value))
-                    set_local(value, place)
-            elif value is not place:
-                place.copy_(value)
-                self._optimizer.state[p][name] = place
+            elif local_of(value).data_ptr() != place.data_ptr():
+                place.copy_(local_of(value))
+                moved = shard_like(value, place) if is_sharded(value) else place
+                self._optimizer.state[p][name] = moved
         return home.tensors
 
     def bytes_of(self, bucket: int, moment: int | None = None) -> int:

@@ -113,8 +113,6 @@ class TensorActions:
     def receive(self, iteration: Iteration, index: int) -> None:
         message = iteration.messages[index]
         self.complete(message)
-        if message.transfer.target == "param":
-            self._flat.copy_out(message.transfer.payload.buckets)
         if message.culprits and self._suspects is not None:
             gradients = message.transfer.payload.buffer == "grad"
             self._suspects.note(message, later=gradients and self._note_later)
@@ -127,7 +125,7 @@ class TensorActions:
         if not self.votes.allows(apply, iteration.planned) or self._uses_lost(apply):
             return False
         self.context.iteration = iteration
-        if not self._flat.shards.are_staged or effects.is_update(apply):
+        if not self._flat.is_sharded or effects.is_update(apply):
             RULES[apply.rule](self.context, apply)
             return True
         self._flat.copy_in(apply.buckets)
@@ -334,8 +332,12 @@ class TensorActions:
         t = message.transfer
         if t.payload.buffer == BUFFERS:
             self._module_buffers.unpack(message.tensors)
-        if message.passed or message.is_stored or (t.in_place and not self.is_staged):
-            return
+        elif not (message.passed or message.is_stored or (t.in_place and not self.is_staged)):
+            self._store(message)
+
+    def _store(self, message: Message) -> None:
+        """Store the result of a message that is not in place."""
+        t = message.transfer
         if t.payload.buffer == "state" or t.payload.moment is not None:
             for target, result in zip(self._state_tensors(t), message.tensors, strict=True):
                 target.copy_(result)
@@ -352,6 +354,8 @@ class TensorActions:
             # A guard still reads tensors with culprits.
             if not (message.culprits or self._keeps_results):
                 self.coding.give_back(message.tensors)
+        if buffer == "param":
+            self._flat.copy_out(t.payload.buckets)
 
     def _repeat(self, message: Message) -> None:
         """Average the payload of a message over the survivors of a failure, or over a node."""

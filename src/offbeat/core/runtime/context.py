@@ -11,7 +11,7 @@ from torch import Tensor
 from offbeat.core.buckets.flat import Flat
 from offbeat.core.buckets.gradients import Gradients
 from offbeat.core.buckets.optimizer_state import StateStore
-from offbeat.core.buckets.shards import local_of
+from offbeat.core.buckets.shards import local_of, squared_norm
 from offbeat.core.plan import Apply
 from offbeat.core.plan.types import moment_of
 from offbeat.core.runtime.iteration import Iteration
@@ -48,7 +48,7 @@ class StorageContext:
     def squared_norm(self, buffer: str, buckets: range) -> Tensor | float:
         tensors = self._values(buffer, buckets)
         if self._flat.is_sharded:
-            return self._flat.shards.squared_norm(tensors)
+            return squared_norm(tensors, self._flat.parameters[0])
         return sum(torch.linalg.vector_norm(t).double().square() for t in tensors)
 
     def scale(self, buffer: str, buckets: range, factor: float) -> None:

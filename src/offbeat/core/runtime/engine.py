@@ -75,7 +75,7 @@ class Engine:
     ):
         self.model, self.optimizer, self.links = model, optimizer, links
         self.control, self.device = control, device
-        # Whether all messages are copies: the members of the job may change, or shards are staged.
+        # Whether all messages are copies: the members of the job may change, or FSDP has shards.
         self.staged = False
         self.has_members = False  # whether the members of the job may change
         self.replica = control.rank if replica is None else replica  # its number in the plan
@@ -109,7 +109,7 @@ class Engine:
     def attach(self, flat: Flat) -> None:
         """Use a flat storage: register hooks on its parameters and create the tables per bucket."""
         self.detach()
-        self.flat, self.staged = flat, self.staged or flat.shards.are_staged
+        self.flat, self.staged = flat, self.staged or flat.is_sharded
         self.state = StateStore(self.optimizer, flat)
         self.gradients = Gradients(flat, self.control.world_size, gathers=False)  # until a plan
         self.hooks = Hooks(flat, self, lasting=False)

@@ -8,8 +8,6 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from offbeat.core.buckets.coupling import find_collective, find_coupling
 from offbeat.core.buckets.layout import specs_of_profile
 from offbeat.core.derive.deferred import early_remedy
@@ -89,11 +87,6 @@ class PlanRunner:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")  # rank 0 reports warnings for all ranks
             plan = choice.first_plan()
-        if engine.flat.shards.are_staged:
-            self._decisions.print(
-                f"torch {torch.__version__} stores shards otherwise than expected, so parameters "
-                "are copied before and after each average"
-            )
         if usage is not None:
             plan = choice.suitable_plan(plan, usage)
         else:

@@ -112,6 +112,7 @@ def _capture_iteration(engine: Engine, iteration: Iteration) -> State:
         message = iteration.messages[index]
         if message.transfer.in_place and run.actions.is_staged:
             run.actions.complete(message)  # a message in place is in the storage now, too
+            message.is_stored = True
         else:
             engine.waiting.wait(message, run.flat)
         messages[index] = {
