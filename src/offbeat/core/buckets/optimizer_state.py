@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from offbeat.core.buckets.coupling import is_wrapper, shield_parameters, trial_copy
+from offbeat.core.buckets.coupling import is_wrapper, trial_copy, trial_steps
 from offbeat.core.buckets.flat import Flat, align, place_like
-from offbeat.core.buckets.random_states import preserve_random_states
 from offbeat.core.buckets.shards import is_sharded, local_of, shard_like
 
 Names = dict[str, torch.dtype]
@@ -117,7 +116,7 @@ def _trial_names(optimizer: torch.optim.Optimizer, group: dict[str, Any], p: nn.
     trial.grad = torch.zeros_like(trial)
     copy = trial_copy(optimizer, [{**group, "params": [trial]}])
     try:
-        with preserve_random_states({p.device}), shield_parameters(optimizer):
+        with trial_steps(optimizer):
             copy.step()
     except Exception as error:  # of a user's optimizer, which may have created its state before
         known = next((q for q in group["params"] if optimizer.state.get(q)), None)

@@ -21,12 +21,10 @@ from offbeat.core.guards.replicas import (
     optimizer_state,
     weights,
 )
-from offbeat.core.guards.unwritten_weights import WeightChanges
 from offbeat.core.plan import Groups
 from offbeat.core.transport.control import Control
 
 EVERY = 100  # iterations; a comparison reads weights and state once, less work than one step
-FIRST = 3  # first iterations, in which written weights are found by checksums
 ALIKE = 1e-6  # relative tolerance: libraries may compute settings with different last digits
 
 Settings = dict[str, Any]
@@ -58,18 +56,6 @@ class Comparison(ABC):
         Raises:
             RuntimeError: on every rank, if ranks differ.
         """
-
-    def note_step(self, *, weights_final: bool) -> None:  # noqa: B027 - nothing to do by default
-        """Called after a step.
-
-        `weights_final` is whether no message writes weights before the next forward.
-        """
-
-    def forward_begins(self) -> None:  # noqa: B027 - nothing to do by default
-        """Called before the first forward of an iteration."""
-
-    def forget(self) -> None:  # noqa: B027 - nothing to do by default
-        """Called before the session itself replaces weights."""
 
 
 class ReplicaGuard(Comparison):
@@ -167,9 +153,10 @@ class ReplicaGuard(Comparison):
 class SettingsGuard(Comparison):
     """Compares settings and written weights of ranks, with plans that average parameters.
 
-    Settings are those of param groups and the set of frozen parameters. Weights count as written if
-    the script changes them between a step and the next forward. Weights and optimizer state
-    themselves differ between two averages, so they are not compared.
+    Settings are those of param groups and the set of frozen parameters. `written` has the names of
+    weights that the script has changed between a step and the next forward, since the last
+    comparison. Weights and optimizer state themselves differ between two averages, so they are not
+    compared.
 
     A comparison is one collective of two numbers before the update of an iteration that averages,
     in which ranks wait for each other anyway. It takes place in the first two such iterations.
@@ -191,14 +178,12 @@ class SettingsGuard(Comparison):
         every: int,
         averages: Callable[[], bool],
         warn: Callable[[str], None],
+        written: dict[str, None],
         nodes: Groups = (),
     ):
         super().__init__(control, model, optimizer, every)
-        self._averages, self._warn = averages, warn
+        self._averages, self._warn, self._written = averages, warn, written
         self._nodes = nodes  # ranks that share a replica, so that their weights must be equal
-        named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
-        self._changes, self._written = WeightChanges(named, addresses=False), dict[str, None]()
-        self._changes.forget()
         self._warned = False
         self._compared = self._left = 0  # number of comparisons; steps until the next comparison
 
@@ -211,23 +196,11 @@ class SettingsGuard(Comparison):
         self._compared += 1
         return True
 
-    def note_step(self, *, weights_final: bool) -> None:
-        rare = self._steps < FIRST or self._steps % self._every == 0
-        self._changes.note(contents=weights_final and rare)
-        self._steps += 1
-
-    def forward_begins(self) -> None:
-        self._written |= dict.fromkeys(self._changes.changed_names())
-        self._changes.forget()
-
-    def forget(self) -> None:
-        self._changes.forget()
-
     def compare(self) -> None:
         if self._nodes:
             self._compare_nodes()
         settings, written = settings_of(self._optimizer, self._model), [*self._written]
-        self._written = {}
+        self._written.clear()
         if self._control.is_same([hash_text(repr(settings)) >> 2, bool(written)]):
             return
         everyone = self._control.gather((settings, written))

@@ -14,7 +14,7 @@ from offbeat.core.buckets.flat import Flat
 from offbeat.core.buckets.module_buffers import ModuleBuffers
 from offbeat.core.buckets.optimizer_state import StateStore
 from offbeat.core.derive import effects
-from offbeat.core.guards.finite import NonfiniteMessages
+from offbeat.core.guards.finite import FiniteGuard
 from offbeat.core.plan import BUFFERS, INSIDE, Apply, Transfer, Vote, base_link
 from offbeat.core.plan.program import Program
 from offbeat.core.rules import RULES, VOTES
@@ -62,7 +62,7 @@ class TensorActions:
         module_buffers: ModuleBuffers,
         votes: Votes,
         context: StorageContext,
-        suspects: NonfiniteMessages | None,
+        suspects: FiniteGuard | None,
         *,
         note_later: bool,
         staged: bool = False,

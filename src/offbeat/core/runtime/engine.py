@@ -24,7 +24,7 @@ from offbeat.core.buckets.module_buffers import ModuleBuffers
 from offbeat.core.buckets.optimizer_state import StateStore
 from offbeat.core.derive import effects
 from offbeat.core.derive.lean import keeps_gradients, leaves_gradients
-from offbeat.core.guards.finite import NonfiniteMessages
+from offbeat.core.guards.finite import FiniteGuard
 from offbeat.core.guards.foreign_step import ForeignStepGuard
 from offbeat.core.guards.gradients_read import WEIGHTS, ReadHook
 from offbeat.core.guards.script_usage import UsageRecorder
@@ -85,7 +85,7 @@ class Engine:
         self.waiting = Waiting(device, control, timeout_s, self.observers, self._fail)
         control.on_wait_end = self.observers.waited
         self.iteration = 0
-        self.suspects: NonfiniteMessages | None = None
+        self.suspects: FiniteGuard | None = None
         self.stepping: ForeignStepGuard | None = None
         self.watched: UsageRecorder | None = None
         self.step_observers: list[StepObserver] = []  # of all plans

@@ -12,7 +12,7 @@ from offbeat.core.buckets.checksum import checksum
 from offbeat.core.buckets.flat import Flat
 from offbeat.core.buckets.gradients import Gradients
 from offbeat.core.derive.traits import PlanTraits
-from offbeat.core.guards.finite import NonfiniteMessages
+from offbeat.core.guards.finite import FiniteGuard
 from offbeat.core.guards.foreign_step import ForeignStepGuard
 from offbeat.core.guards.updates_without_effect import UpdateCheck
 from offbeat.core.observers import Observer
@@ -297,7 +297,7 @@ class Updates:
 
     in_backward = False  # whether autograd is writing gradients
     stepping: ForeignStepGuard | None = None  # detects optimizer steps of the script
-    suspects: NonfiniteMessages | None = None  # checks sums from other ranks before each update
+    suspects: FiniteGuard | None = None  # checks sums from other ranks before each update
 
 
 def _is_equal(a: Any, b: Any) -> bool:
