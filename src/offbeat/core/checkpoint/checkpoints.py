@@ -16,7 +16,7 @@ from offbeat.core.buckets import random_states as randomness
 from offbeat.core.checkpoint import shard
 from offbeat.core.checkpoint.folder import NAME, Folder
 from offbeat.core.checkpoint.frozen import Frozen, freeze
-from offbeat.core.checkpoint.saving import FailedSaving, SaveGroup, Saver, Saving
+from offbeat.core.checkpoint.saving import SaveGroup, Saver, Saving
 from offbeat.core.checkpoint.shard import Manifest
 from offbeat.core.checkpoint.sharded import as_shards, join_shards
 from offbeat.core.console import console
@@ -112,7 +112,7 @@ def save(
         return saving
     words = f"the checkpoint in {folder.path} was not saved: {_describe_lost(lost)}"
     console.print("checkpoint", words, "error", rank=session.worker)
-    return FailedSaving(folder.path, words)
+    return Saving(folder.path, lambda: words)
 
 
 def _note_batches(saver: Saver, extra: Iterable[Any]) -> None:
