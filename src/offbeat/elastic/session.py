@@ -45,7 +45,7 @@ class MemberSession(FlatSession):
         super().__init__(strategy, job, flat)
         assert job.member is not None
         self._member = job.member
-        self.engine.staged = self.engine.has_members = True
+        self.engine.has_members = True
         self.changes = MemberChanges(job.member, self, job.cluster)
         self.samples: MemberSamples | None = None
         self._stream_state: tuple[Any, Any] | None = None  # of the job that this rank has joined

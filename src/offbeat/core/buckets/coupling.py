@@ -24,6 +24,7 @@ Group = dict[str, Any]
 
 _SCALES = (1.0, 1e4)  # factors of trial gradients; clipping acts above its threshold only
 _RATE = 0.1  # learning rate of trials: the current rate may be 0 in a warm-up
+_SELDOM = 64  # steps of an optimizer that may not write in each of them
 _LARGEST = 3  # largest size of each dimension of a stand-in
 
 
@@ -86,6 +87,22 @@ def find_collective(optimizer: torch.optim.Optimizer) -> str | None:
             name = type(held).__name__
             return f"{name} communicates with other ranks in its step ({calls.refused})"
     return None
+
+
+def reaches_stand_ins(optimizer: torch.optim.Optimizer) -> bool | None:
+    """Whether the steps of a copy change a small stand-in parameter of each group; None if a copy
+    cannot step, so that it is unknown.
+
+    They do not if the optimizer steps tensors of its own attributes, or reads gradients from there.
+    """
+    if is_wrapper(optimizer):  # a copy would step the parameters of the inner optimizer
+        return None
+    groups = [g for g, group in enumerate(optimizer.param_groups) if group["params"]]
+    try:
+        ends = [_step_stand_in(optimizer, g, 1.0, others=2, steps=_SELDOM) for g in groups]
+    except Exception:  # of a user's optimizer
+        return None
+    return all(end is not None for end in ends)
 
 
 def stand_in(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -158,9 +175,9 @@ def _held_optimizers(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optim
 
 
 def _step_stand_in(
-    optimizer: torch.optim.Optimizer, g: int, scale: float, *, others: int
+    optimizer: torch.optim.Optimizer, g: int, scale: float, *, others: int, steps: int = 2
 ) -> Tensor | None:
-    """Return a stand-in parameter of param group `g` after two steps of a trial optimizer.
+    """Return a stand-in parameter of param group `g` after the steps of a trial optimizer.
 
     The trial optimizer also holds `others` further stand-ins of each group. Return None if the
     steps neither change the stand-in nor create optimizer state for it.
@@ -174,7 +191,7 @@ def _step_stand_in(
     ]
     trial = trial_copy(optimizer, members)
     with trial_steps(optimizer):
-        for seed in range(2):
+        for seed in range(steps):
             seed_all(seed, devices)  # some optimizers round stochastically
             trial.step()
     end = first.detach()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -17,12 +16,8 @@ from offbeat.core.buckets.shards import is_sharded, local_of, shard_like
 Names = dict[str, torch.dtype]
 
 
-@dataclass(frozen=True)
-class _Home:
-    """Flat state tensors of a run of buckets, and (parameter, state name, view) of each entry."""
-
-    tensors: tuple[Tensor, ...]
-    places: tuple[tuple[nn.Parameter, str, Tensor], ...]
+Home = tuple[tuple[Tensor, ...], list[tuple[nn.Parameter, str, Tensor]]]
+"""Flat state tensors of a run of buckets, and (parameter, state name, view) of each entry."""
 
 
 class StateStore:
@@ -37,7 +32,7 @@ class StateStore:
         self._optimizer = optimizer
         self._flat = flat
         self._names: dict[tuple[int, torch.dtype], Names] = {}
-        self._homes: dict[tuple[range, int | None], _Home] = {}
+        self._homes: dict[tuple[range, int | None], Home] = {}
 
     def forget(self) -> None:
         """Drop the flat tensors after the optimizer's groups or state were replaced."""
@@ -49,8 +44,8 @@ class StateStore:
         stateless optimizer."""
         if (run, moment) not in self._homes:
             self._homes[run, moment] = self._build(run, moment)
-        home = self._homes[run, moment]
-        for p, name, place in home.places:
+        tensors, places = self._homes[run, moment]
+        for p, name, place in places:
             value = self._optimizer.state.get(p, {}).get(name)
             if value is None:
                 place.zero_()
@@ -58,7 +53,7 @@ class StateStore:
                 place.copy_(local_of(value))
                 moved = shard_like(value, place) if is_sharded(value) else place
                 self._optimizer.state[p][name] = moved
-        return home.tensors
+        return tensors
 
     def bytes_of(self, bucket: int, moment: int | None = None) -> int:
         """Return the bytes of one bucket's state, or of one moment of it."""
@@ -88,7 +83,7 @@ class StateStore:
             self._names[key] = _trial_names(self._optimizer, group, p)
         return self._names[key]
 
-    def _build(self, run: range, moment: int | None) -> _Home:
+    def _build(self, run: range, moment: int | None) -> Home:
         entries = list(self._entries(run, moment))
         tensors, places = [], []
         for dtype in dict.fromkeys(dtype for _, _, dtype in entries):
@@ -100,7 +95,7 @@ class StateStore:
             tensors.append(flat)
             for (p, name), at in zip(mine, offsets, strict=True):
                 places.append((p, name, place_like(flat, local_of(p), at).detach()))
-        return _Home(tuple(tensors), tuple(places))
+        return tuple(tensors), places
 
 
 def _trial_names(optimizer: torch.optim.Optimizer, group: dict[str, Any], p: nn.Parameter) -> Names:

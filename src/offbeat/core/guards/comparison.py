@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -31,34 +30,7 @@ Settings = dict[str, Any]
 """Values of settings by name and group, such as `lr of param group 0`."""
 
 
-class Comparison(ABC):
-    """Base class of comparisons between ranks. Every rank must call each method."""
-
-    def __init__(
-        self,
-        control: Control,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        every: int,
-    ):
-        self._control, self._model, self._optimizer = control, model, optimizer
-        self._every = every
-        self._steps = 0
-
-    @abstractmethod
-    def count_step(self) -> bool:
-        """Count an update that is about to run. Return whether `compare` must be called before."""
-
-    @abstractmethod
-    def compare(self) -> None:
-        """Compare ranks.
-
-        Raises:
-            RuntimeError: on every rank, if ranks differ.
-        """
-
-
-class ReplicaGuard(Comparison):
+class ReplicaGuard:
     """Compares param-group settings, weights and optimizer state of all ranks every `every` steps.
 
     It is used with plans that send gradients only, because there every rank makes the same
@@ -85,12 +57,14 @@ class ReplicaGuard(Comparison):
         holders: Groups = (),
         written: Collection[str] = (),
     ):
-        super().__init__(control, model, optimizer, every)
+        self._control, self._model, self._optimizer = control, model, optimizer
         self._settle, self._holders, self._written = settle, holders, written
+        self._every, self._steps = every, 0
         self._divides_state = False  # whether ranks have the state of different parameters
         self.skipped = 0  # updates that the script has skipped
 
     def count_step(self) -> bool:
+        """Count an update that is about to run. Return whether `compare` must be called before."""
         self._steps += 1
         return (self._steps - 1) % self._every == 0
 
@@ -150,7 +124,7 @@ class ReplicaGuard(Comparison):
         return None
 
 
-class SettingsGuard(Comparison):
+class SettingsGuard:
     """Compares settings and written weights of ranks, with plans that average parameters.
 
     Settings are those of param groups and the set of frozen parameters. `written` has the names of
@@ -181,13 +155,14 @@ class SettingsGuard(Comparison):
         written: dict[str, None],
         nodes: Groups = (),
     ):
-        super().__init__(control, model, optimizer, every)
+        self._control, self._model, self._optimizer = control, model, optimizer
         self._averages, self._warn, self._written = averages, warn, written
+        self._every, self._warned = every, False
         self._nodes = nodes  # ranks that share a replica, so that their weights must be equal
-        self._warned = False
         self._compared = self._left = 0  # number of comparisons; steps until the next comparison
 
     def count_step(self) -> bool:
+        """Count an update that is about to run. Return whether `compare` must be called before."""
         self._left -= 1
         second = self._compared == 1
         if not ((self._left < 0 or second) and self._averages()):
@@ -197,6 +172,11 @@ class SettingsGuard(Comparison):
         return True
 
     def compare(self) -> None:
+        """Compare settings, written weights, and the replicas of nodes.
+
+        Raises:
+            RuntimeError: on every rank, if ranks differ; names rank and setting or tensor.
+        """
         if self._nodes:
             self._compare_nodes()
         settings, written = settings_of(self._optimizer, self._model), [*self._written]

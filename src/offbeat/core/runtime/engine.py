@@ -75,8 +75,6 @@ class Engine:
     ):
         self.model, self.optimizer, self.links = model, optimizer, links
         self.control, self.device = control, device
-        # Whether all messages are copies: the members of the job may change, or FSDP has shards.
-        self.staged = False
         self.has_members = False  # whether the members of the job may change
         self.replica = control.rank if replica is None else replica  # its number in the plan
         self.observers = Observers()
@@ -109,7 +107,7 @@ class Engine:
     def attach(self, flat: Flat) -> None:
         """Use a flat storage: register hooks on its parameters and create the tables per bucket."""
         self.detach()
-        self.flat, self.staged = flat, self.staged or flat.is_sharded
+        self.flat = flat
         self.state = StateStore(self.optimizer, flat)
         self.gradients = Gradients(flat, self.control.world_size, gathers=False)  # until a plan
         self.hooks = Hooks(flat, self, lasting=False)
@@ -183,6 +181,12 @@ class Engine:
             return not leaves_gradients(plan)
         sparse = any(getattr(module, "sparse", False) for module in self.model.modules())
         return not keeps_gradients(plan) or sparse
+
+    @property
+    def staged(self) -> bool:
+        """Whether all messages are copies: the members of the job may change, or FSDP has
+        shards."""
+        return self.has_members or self.flat.is_sharded
 
     def set_watched(self, watched: UsageRecorder | None) -> None:
         """Set the observer of the script's actions between backward and step. It takes effect with

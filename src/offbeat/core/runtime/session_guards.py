@@ -7,7 +7,7 @@ from functools import partial
 from offbeat.core.buckets.attached import UncopiedHook
 from offbeat.core.buckets.shards import local_of
 from offbeat.core.derive.effects import sends_only_gradients
-from offbeat.core.guards.comparison import Comparison, ReplicaGuard, SettingsGuard
+from offbeat.core.guards.comparison import ReplicaGuard, SettingsGuard
 from offbeat.core.guards.finite import FiniteGuard, require_finite_replicas
 from offbeat.core.guards.foreign_step import ForeignStepGuard
 from offbeat.core.guards.parameters import ParameterWatch
@@ -43,7 +43,7 @@ class SessionGuards:
     def __init__(self, job: TrainingJob, engine: Engine, choice: PlanChoice) -> None:
         self._model, self._cluster, self._watch = job.model, job.cluster, job.watch
         self._engine, self._choice, self._decisions = engine, choice, choice.decisions
-        self.replicas: Comparison | None = None
+        self.replicas: ReplicaGuard | SettingsGuard | None = None
         self.has_loaded = False
         self._agreed_on_buffers = 0  # calls of `agree_on_buffers`
         self._reports_missing_step = True  # until the warning about it
@@ -83,7 +83,7 @@ class SessionGuards:
     def guard_links(self) -> None:
         """Check the messages of all open links."""
         for link in self._cluster.links.values():
-            link.keeps_last = self._engine.staged
+            link.keeps_last = self._engine.has_members
             guard = partial(self._finite.run, is_any=link.collectives.is_any)
             link.guard = guard if self._finite.active else None
 
@@ -209,7 +209,8 @@ class SessionGuards:
             names = {name for name in first if all(first[name] == o.get(name) for o in others)}
         new = buffers.share(names)
         if new:
-            control.agree("the buffers that forward writes", buffers.descriptions(), SAME_SHAPE)
+            shapes = buffers.shapes(buffers.names)
+            control.agree("the buffers that forward writes", shapes, SAME_SHAPE)
         if new and iteration:
             self._decisions.print(
                 f"forward has begun to write buffer {new[0]!r}, so rank 0's is broadcast"
