@@ -92,7 +92,7 @@ class ActivePlan:
             self.context,
             engine.suspects,
             note_later=note_later,
-            staged=engine.staged,
+            staged=engine.has_members or flat.is_sharded,
             defers_errors=engine.has_members,
         )
 

@@ -182,12 +182,6 @@ class Engine:
         sparse = any(getattr(module, "sparse", False) for module in self.model.modules())
         return not keeps_gradients(plan) or sparse
 
-    @property
-    def staged(self) -> bool:
-        """Whether all messages are copies: the members of the job may change, or FSDP has
-        shards."""
-        return self.has_members or self.flat.is_sharded
-
     def set_watched(self, watched: UsageRecorder | None) -> None:
         """Set the observer of the script's actions between backward and step. It takes effect with
         the next adopted plan."""
