@@ -35,7 +35,7 @@ from offbeat import Strategy
 from offbeat.core.checkpoint import shard
 from offbeat.core.checkpoint.folder import Folder
 from offbeat.core.checkpoint.frozen import freeze
-from offbeat.core.checkpoint.saving import SaveGroup, Saving
+from offbeat.core.checkpoint.saving import SaveGroup, save_together
 from offbeat.data import DefDP
 
 CASE = Case("conv", "nesterov", "step")
@@ -223,7 +223,7 @@ def dies_at(folder: str, step: int) -> None:
         manifest = shard.Manifest(0, 1, number, "x", alike=True)
         frozen = freeze({"number": number, "weight": torch.full((50,), float(number))}, {})
         name = f"{number:06d}-iteration-{number}"
-        Saving(Folder(folder), name, frozen, manifest, SaveGroup(None), keep=1).wait()
+        assert save_together(Folder(folder), name, frozen, manifest, SaveGroup(None), 1) is None
 
     saved(1)
     left = [step]

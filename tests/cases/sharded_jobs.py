@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import inspect
 import io
 import math
 import os
@@ -29,7 +28,6 @@ from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
     fully_shard,
 )
-from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.utils._pytree import tree_map_only
@@ -211,37 +209,17 @@ CASES: dict[str, tuple[Strategy, Equations, Case, Loop]] = {
 }  # fmt: skip
 
 
-def train(name: str, nodes: Shards, renames: bool = False) -> tuple[Trained, bool]:
-    """Train, and give back whole tensors of this rank's replica, and whether offbeat has reported
-    that it copies shards before and after each use, as where torch `renames` its memory of them."""
+def train(name: str, nodes: Shards) -> Trained:
+    """Train, and give back whole tensors of this rank's replica."""
     strategy, _, case, loop = CASES[name]
-    with (
-        rename_memory() if renames else contextlib.nullcontext(),
-        contextlib.redirect_stderr(io.StringIO()) as said,
-        job(case, strategy, nodes) as (model, optimizer),
-    ):
+    with job(case, strategy, nodes) as (model, optimizer):
         scheduler = build_scheduler(case, optimizer)
         user = User(case, model, optimizer, loop)
         for t in T:
             user.iterate(t)
             if scheduler is not None:
                 scheduler.step()
-        trained = Trained(whole(model.state_dict()), whole(optimizer.state_dict()))
-    return trained, "stores shards otherwise than expected" in " ".join(said.getvalue().split())
-
-
-@contextmanager
-def rename_memory() -> Iterator[None]:
-    """Let torch store shards under another name, as another version of it may do."""
-    names = {"_sharded_param_data": "_in_another_version"}
-    with pytest.MonkeyPatch.context() as patch:
-        for one in (*vars(_fsdp_param.FSDPParam).values(), *vars(_fsdp_collectives).values()):
-            function = inspect.unwrap(getattr(one, "fget", one))
-            if inspect.isfunction(function):
-                code = function.__code__
-                renamed = tuple(names.get(name, name) for name in code.co_names)
-                patch.setattr(function, "__code__", code.replace(co_names=renamed))
-        yield
+        return Trained(whole(model.state_dict()), whole(optimizer.state_dict()))
 
 
 # ---- options of FSDP ------------------------------------------------------------------------
@@ -254,6 +232,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     # One node, because torch creates groups of pairs on a mesh of all ranks only.
     "in pairs after forward": {"reshard_after_forward": 2},
+    "offloaded from one processor to the same": {"offload_policy": CPUOffloadPolicy(False)},
     "evaluation and activation checkpoints": {"reshard_after_forward": False},
     "compiled blocks": {},  # as the same blocks as they are
     # Gradients of one rank of each node, in an iteration without a backward.
@@ -652,10 +631,6 @@ REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "tensor parallelism": (
         lambda: {"model": _tensor_parallel(MESHES["inside"])},
         "parameter '1.weight' is a DTensor that fully_shard does not manage",
-    ),
-    "shards on the host": (
-        lambda: {"model": _fully(MESHES["inside"], offload_policy=CPUOffloadPolicy(False))},
-        "is offloaded to the CPU (offload_policy)",
     ),
     "weights that are gathered in another format": (
         lambda: {"model": _packed(MESHES["inside"])},

@@ -167,7 +167,7 @@ def train(
         net.parameters(), lr=RATE, momentum=MOMENTUM, weight_decay=task.decay
     )
     engine = Engine(net, flat, optimizer, links, CPU(), control, TIMEOUT_S, replica)  # type: ignore[arg-type]
-    engine.staged = engine.has_members = has_members
+    engine.has_members = has_members
     engine.adopt(plan)
     engine.begin()
     sizes, found = list(task.sizes), []

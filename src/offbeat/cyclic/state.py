@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from offbeat.core.buckets.coupling import shield_parameters, trial_copy
-from offbeat.core.buckets.random_states import preserve_random_states
+from offbeat.core.buckets.coupling import trial_copy, trial_steps
 from offbeat.cyclic.vectors import Shape, Vectors
 
 _TRIAL = (2, 3)
@@ -64,7 +63,7 @@ class StageState:
         trial = nn.Parameter(torch.zeros(_TRIAL, dtype=shape.like.dtype, device=shape.device))
         trial.grad = torch.zeros_like(trial)
         copy = trial_copy(self._optimizer, [{**group, "params": [trial]}])
-        with preserve_random_states({shape.device}), shield_parameters(self._optimizer):
+        with trial_steps(self._optimizer):
             copy.step()
         for name, value in copy.state[trial].items():
             key = parameter, name

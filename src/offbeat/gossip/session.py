@@ -54,9 +54,8 @@ class GossipSession(LoopSession):
         self._clock, self._gossip = joined.clock, joined.gossip
         if job.recorder:
             job.recorder.set_sample(partial(Sample, self._flats))
-        self._untouched = WeightChanges(
-            (n, p) for n, p in model.named_parameters() if p.requires_grad
-        )
+        self._untouched = WeightChanges(model)
+        self._untouched.note()
         self._open = False  # whether an iteration is in progress
         self._united = 0  # number of the iteration after the last `consolidate`
         # end of the last iteration; None after an interruption
@@ -193,8 +192,7 @@ class GossipSession(LoopSession):
             warnings.warn(words, RuntimeWarning, stacklevel=4)
 
     def _require_untouched(self) -> None:
-        name = self._untouched.changed_name()
-        if name is not None:
+        for name in self._untouched.changed_names()[:1]:
             raise RuntimeError(
                 f"parameter {name!r} was changed outside of optimizer.step(): gossip would lose "
                 "some of that, as x~ and exchanges under way do not know of it; change it in "

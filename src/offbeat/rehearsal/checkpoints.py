@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from offbeat.core.checkpoint.folder import Folder
@@ -23,21 +22,7 @@ class DiscardingSaver(Saver):
     def save(
         self, folder: Folder, frozen: Callable[[], Frozen], manifest: Manifest, keep: int
     ) -> Saving:
-        return DiscardedSaving(folder.path / f"discarded-iteration-{manifest.iteration}")
-
-
-class DiscardedSaving(Saving):
-    """Result of `offbeat.save` in a rehearsal. The path does not exist."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    @property
-    def done(self) -> bool:
-        return True
-
-    def wait(self) -> Path:
-        return self.path
+        return Saving(folder.path / f"discarded-iteration-{manifest.iteration}", lambda: None)
 
 
 class _RefusingGroup(SaveGroup):

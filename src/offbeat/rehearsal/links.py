@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offbeat.core.guards.finite import all_finite
 from offbeat.core.plan import Groups, Transfer, Verb
+from offbeat.core.plan.semantics import is_finite
 from offbeat.core.transport.collectives import (
     Collective,
     Collectives,
@@ -197,7 +197,7 @@ class MemoryNetwork:
         given = [[tensor.data for tensor in column] for column in columns]
         results = [combine(t.verb, column) for column in given]
         guarded = links[0].guard is not None and t.verb != "broadcast"
-        if guarded and not all_finite(results):
+        if guarded and not all(map(is_finite, results)):
             return False
         of_link = [results] * len(links)
         if t.verb == "exchange":

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from offbeat.core.buckets.coupling import find_coupling, shield_parameters, trial_copy
-from offbeat.core.buckets.random_states import generator, normal, preserve_random_states
+from offbeat.core.buckets.coupling import find_coupling, trial_copy, trial_group, trial_steps
+from offbeat.core.buckets.random_states import generator, normal
 from offbeat.frames.frames import WireError
 from offbeat.server.layout import Piece, in_order_of
 
@@ -70,11 +70,8 @@ def _trial_after_steps(
         parameter = nn.Parameter(value.flatten()[start:stop].reshape(shape).clone())
         parameter.grad = gradient.flatten()[start:stop].reshape(shape).clone()
         pieces.append(parameter)
-    settings = {k: v.clone() if isinstance(v, Tensor) else v for k, v in group.items()}
-    if isinstance(settings.get("lr"), (int, float, Tensor)):
-        settings["lr"] = 0.1  # a warm-up may have set it to 0
-    trial = trial_copy(optimizer, [{**settings, "params": pieces}])
-    with preserve_random_states(), shield_parameters(optimizer):
+    trial = trial_copy(optimizer, [trial_group(group, pieces)])
+    with trial_steps(optimizer):
         for _ in range(2):
             trial.step()
     return torch.cat([piece.detach().flatten() for piece in pieces])

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from offbeat.core.guards.finite import all_finite
 from offbeat.core.guards.parameters import ParameterWatch
+from offbeat.core.plan.semantics import is_finite
 from offbeat.core.runtime.iteration import Iteration, Timestamps
 from offbeat.core.runtime.session import Session
 from offbeat.core.runtime.training_job import TrainingJob
@@ -155,7 +155,7 @@ class LoopSession(Session):
         """Raise RuntimeError unless gradients are finite or `on_nonfinite` permits other values."""
         if self._on_nonfinite == "ignore":
             return
-        if not all_finite(p.grad for p in parameters if p.grad is not None):
+        if not all(is_finite(p.grad) for p in parameters if p.grad is not None):
             raise RuntimeError(
                 f"rank {self._cluster.control.rank} has a gradient with NaN or infinity in "
                 f"iteration {self._done.number}, and {self.receivers} would get it; lower the "

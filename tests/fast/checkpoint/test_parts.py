@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from offbeat.core.buckets.shards import _join_parts, _own_part
+from offbeat.core.checkpoint.sharded import join_parts, own_part
 
 DIVIDED = [((5, 3), 0, 2), ((3, 2), 0, 4), ((1, 4), 0, 2), ((4, 6), 1, 2), ((5,), 0, 4)]
 
@@ -19,11 +19,11 @@ def test_cut_and_joined(shape: tuple[int, ...], dim: int, ranks: int) -> None:
     parts = [*whole.chunk(ranks, dim)]
     parts += [whole.narrow(dim, 0, 0)] * (ranks - len(parts))
     for rank, part in enumerate(parts):
-        found = _own_part(parameter(shape, dim, rank, ranks), whole, "")
+        found = own_part(whole, parameter(shape, dim, rank, ranks), "")
         assert torch.equal(found, part)
         assert found.is_contiguous()
         assert found.untyped_storage().nbytes() == 4 * part.numel(), "the whole tensor is released"
-    assert torch.equal(_join_parts(parts, torch.empty(shape), ""), whole)
+    assert torch.equal(join_parts(parts, torch.empty(shape), ""), whole)
 
 
 def parameter(shape: tuple[int, ...], dim: int, rank: int, ranks: int) -> Any:
@@ -38,8 +38,7 @@ def parameter(shape: tuple[int, ...], dim: int, rank: int, ranks: int) -> Any:
 def test_what_is_not_divided() -> None:
     """Buffers, numbers of steps, and tensors of a whole model."""
     for value in (torch.ones(4), torch.tensor(3.0), 3):
-        assert _join_parts([value, value], torch.empty(4), "") is value
-        assert _own_part(torch.ones(4), value, "") is value
+        assert join_parts([value, value], torch.empty(4), "") is value
 
 
 def test_state_of_another_shape_cannot_be_divided() -> None:
@@ -49,4 +48,4 @@ def test_state_of_another_shape_cannot_be_divided() -> None:
         r"parameter, \(4, 6\), .*; load the checkpoint where every rank holds the whole model"
     )
     with pytest.raises(ValueError, match=words):
-        _own_part(parameter((4, 6), 0, 0, 2), torch.ones(4, 1), "'row_var' of parameter 2")
+        own_part(torch.ones(4, 1), parameter((4, 6), 0, 0, 2), "'row_var' of parameter 2")

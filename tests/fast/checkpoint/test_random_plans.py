@@ -45,7 +45,7 @@ class Worker:
         self.engine = Engine(
             self.net, Flat(self.net, specs), self.optimizer, links, CPU(), control, TIMEOUT_S
         )
-        self.engine.staged = self.engine.has_members = self.has_members
+        self.engine.has_members = self.has_members
         self.engine.adopt(plan)
         self.engine.begin()
 

@@ -16,7 +16,7 @@ from oracle.random_plans import random_plan, ranks_of
 
 from offbeat.core.derive.drained import drained_plan
 from offbeat.core.derive.windows import Windows
-from offbeat.core.guards.finite import FiniteGuard, NonfiniteMessages
+from offbeat.core.guards.finite import FiniteGuard
 from offbeat.core.plan.cursor import Cursor, Progress
 from offbeat.core.plan.program import Program
 from offbeat.core.runtime.engine import Engine
@@ -300,8 +300,8 @@ def test_a_drain_refuses_values_that_are_not_finite(
 ) -> None:
     class Guarded(Engine):
         def adopt(self, plan: Plan, planned: int = 0) -> None:
-            guard = FiniteGuard("raise", self.control.rank, self.control.world_size, str)
-            self.suspects = NonfiniteMessages(guard, self.waiting.fail_with)
+            place, refuse = (self.control.rank, self.control.world_size), self.waiting.fail_with
+            self.suspects = guard = FiniteGuard("raise", *place, str, refuse)
             for link in self.links.values():
                 link.guard = guard.run
             super().adopt(plan, planned)

@@ -33,12 +33,10 @@ from offbeat.core.checkpoint.checkpoints import (
 )
 from offbeat.core.checkpoint.folder import Folder
 from offbeat.core.checkpoint.frozen import freeze
-from offbeat.core.checkpoint.saving import SaveGroup, Saver, Saving
+from offbeat.core.checkpoint.saving import SaveGroup, Saver, save_together
 from offbeat.core.observers import Observers
 from offbeat.core.rules.changed import Course
 from offbeat.core.transport.topology import Topology
-
-ALONE = SaveGroup(None)
 
 # ---- one shard ------------------------------------------------------------------------------
 
@@ -265,7 +263,7 @@ def test_killed_at_any_time(tmp_path: Path) -> None:
 
 
 def test_a_process_that_ends_waits_for_it(tmp_path: Path) -> None:
-    saving = Saving(Folder(tmp_path), "000001-iteration-3", freeze(1, {}), manifest(), ALONE, 1)
+    saving = Saver(None).save(Folder(tmp_path), lambda: freeze(1, {}), manifest(), 1)
     assert not saving._thread.daemon
     assert saving.wait().is_dir()
 
@@ -300,9 +298,9 @@ def test_older_ones_go_only_when_all_have_the_new_one(tmp_path: Path, others: li
     written(folder.shard("000001-iteration-2", 0), 1)
     answers = iter(others)
     company: Any = Mock(gather_in_thread=lambda mine: [mine, next(answers)])
-    saving = Saving(folder, "000002-iteration-3", freeze(1, {}), manifest(), company, 1)
-    with pytest.raises(RuntimeError, match=r"rank 1: full\); .*/000001-iteration-2 is still whole"):
-        saving.wait()
+    error = save_together(folder, "000002-iteration-3", freeze(1, {}), manifest(), company, 1)
+    assert error is not None
+    assert error.endswith("rank 1: full); " + f"{tmp_path}/000001-iteration-2 is still whole")
     assert [*folder.manifests(0)][-1] == "000001-iteration-2"
     assert not [*tmp_path.glob(".unfinished*")]
 
@@ -311,9 +309,9 @@ def test_ranks_leave_the_group_of_a_checkpoint_in_which_one_has_failed(tmp_path:
     """Otherwise the others would wait in it."""
     lost = Mock(side_effect=RuntimeError("connection closed"))
     company: Any = Mock(gather_in_thread=lost)
-    saving = Saving(Folder(tmp_path), "000001-iteration-3", freeze(1, {}), manifest(), company, 1)
-    with pytest.raises(RuntimeError, match="rank 0 lost the others: connection closed"):
-        saving.wait()
+    here = Folder(tmp_path), "000001-iteration-3"
+    error = save_together(*here, freeze(1, {}), manifest(), company, 1)
+    assert "rank 0 lost the others: connection closed" in str(error)
     assert company.drop_group.called
     assert [*tmp_path.iterdir()] == []
 

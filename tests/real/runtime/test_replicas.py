@@ -200,7 +200,7 @@ def test_when_settings_are_compared() -> None:
     optimizer = torch.optim.Adam(model.parameters())
     averaging, asked = [step not in (0, 7) for step in range(9)], []
     averages = lambda: averaging[len(asked)]  # noqa: E731
-    guard = SettingsGuard(control, model, optimizer, 3, averages, lambda _: None)  # type: ignore[arg-type]
+    guard = SettingsGuard(control, model, optimizer, 3, averages, lambda _: None, {})  # type: ignore[arg-type]
     for _ in averaging:
         if guard.count_step():
             guard.compare()

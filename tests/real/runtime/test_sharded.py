@@ -50,27 +50,20 @@ from oracle.training import bsp, local_sgd
 Call = tuple[Any, ...]  # what `train` gets
 # Three ranks pad shards and slices; three nodes divide an average and a vote.
 SIX: tuple[Call, ...] = (("slices", nodes_of(2, 3)), ("selsync", nodes_of(3, 2)))
-TWO: tuple[Call, ...] = (
-    *((name, SHARDED) for name in CASES if name not in ("slices", "selsync")),
-    # Copies before and after each use: by messages and a rule, and by a vote.
-    *((name, SHARDED, True) for name in ("fragments", "selsync")),
-)
+TWO: tuple[Call, ...] = tuple((name, SHARDED) for name in CASES if name != "slices")
 
 
 def check(calls: tuple[Call, ...], i: int) -> None:
-    name, nodes, *renames = calls[i]
+    name, nodes = calls[i]
     results = one_of(sum(map(len, nodes)), train, calls, i)
     strategy, equations, case, loop = CASES[name]
     world = members(case, nodes, loop)
     equations(world, strategy.plan(profile_in(case, nodes)), nodes)
-    for (trained, are_copied), replica in zip(results, world, strict=True):
-        assert are_copied == (bool(renames) and replica.rank == 0)
+    for trained, replica in zip(results, world, strict=True):
         assert_same(trained, replica, f"rank {replica.rank}")
 
 
-@pytest.mark.parametrize(
-    "i", range(len(TWO)), ids=[f"{name}{' copied' if more else ''}" for name, _, *more in TWO]
-)
+@pytest.mark.parametrize("i", range(len(TWO)), ids=[name for name, _ in TWO])
 def test_two_nodes_of_two_ranks(i: int) -> None:
     check(TWO, i)
 

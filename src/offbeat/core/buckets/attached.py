@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -72,26 +71,16 @@ class GradientHook:
     def __init__(self, p: nn.Parameter, act: Callable[[Tensor], None], *, lasting: bool):
         self._node: Node | None = None
         self._handle: RemovableHandle
-        with _require_gradient(p):
-            if lasting:
-                self._handle = p.register_post_accumulate_grad_hook(act)
-            else:
-                self._node = get_gradient_edge(p).node  # which would otherwise be freed
-                self._handle = self._node.register_hook(lambda *_: act(p))
+        trains = p.requires_grad
+        p.requires_grad_(True)  # torch refuses hooks on a parameter that the script has frozen
+        if lasting:
+            self._handle = p.register_post_accumulate_grad_hook(act)
+        else:
+            self._node = get_gradient_edge(p).node  # which would otherwise be freed
+            self._handle = self._node.register_hook(lambda *_: act(p))
+        p.requires_grad_(trains)
 
     def remove(self) -> None:
         """Remove the hook."""
         self._handle.remove()
         self._node = None
-
-
-@contextmanager
-def _require_gradient(p: Tensor) -> Iterator[None]:
-    """Let a parameter require gradients within the context: torch refuses hooks on one that the
-    script has frozen."""
-    trains = p.requires_grad
-    p.requires_grad_(True)
-    try:
-        yield
-    finally:
-        p.requires_grad_(trains)

@@ -1,19 +1,19 @@
-"""Test whether an optimizer's step of one parameter depends on other parameters (coupling)."""
+"""Trial steps of a copy of the user's optimizer, and whether its step of one parameter depends on
+other parameters (coupling)."""
 
 from __future__ import annotations
 
-import copy
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 from offbeat.core.buckets.random_states import (
-    CPU,
     generator,
     normal,
     preserve_random_states,
@@ -40,34 +40,33 @@ def find_coupling(optimizer: torch.optim.Optimizer) -> str | None:
         return f"{name} calls the step of another optimizer"
     if (collective := find_collective(optimizer)) is not None:
         return collective
-    for g, _ in enumerate(optimizer.param_groups):
-        for scale in _SCALES:
-            try:
-                alone = _step_stand_in(optimizer, g, scale, alone=True)
-                together = _step_stand_in(optimizer, g, scale, alone=False)
-            except Exception as error:
-                return f"{name} failed in a trial step on synthetic parameters ({error})"
-            if alone is None or together is None:
-                return (
-                    f"{name} does not step the parameters of its param groups (does it keep "
-                    "parameters, or views of them, in attributes of its own?)"
-                )
-            if not torch.equal(alone, together):
-                return (
-                    f"{name} steps a parameter differently if it steps others as well (does it "
-                    "clip by the norm of all gradients?)"
-                )
+    groups = [g for g, group in enumerate(optimizer.param_groups) if group["params"]]
+    for g, scale in ((g, scale) for g in groups for scale in _SCALES):
+        try:
+            alone = _step_stand_in(optimizer, g, scale, others=0)
+            together = _step_stand_in(optimizer, g, scale, others=2)
+        except Exception as error:
+            return f"{name} failed in a trial step on synthetic parameters ({error})"
+        if alone is None or together is None:
+            return (
+                f"{name} does not step the parameters of its param groups (does it keep "
+                "parameters, or views of them, in attributes of its own?)"
+            )
+        if not torch.equal(alone, together):
+            return (
+                f"{name} steps a parameter differently if it steps others as well (does it "
+                "clip by the norm of all gradients?)"
+            )
     return None
 
 
-class _CollectiveError(Exception):
-    """A collective that was about to run."""
-
-
 class _RefuseCollectives(TorchDispatchMode):
+    refused: str | None = None
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace in ("c10d", "_c10d_functional"):
-            raise _CollectiveError(str(func))
+            self.refused = str(func)
+            raise RuntimeError(f"{func} is refused in a trial step")
         return func(*args, **(kwargs or {}))
 
 
@@ -79,14 +78,14 @@ def find_collective(optimizer: torch.optim.Optimizer) -> str | None:
     stand-ins find it, and the collective does not run.
     """
     for held in _held_optimizers(optimizer) or [optimizer]:
-        try:
-            with _RefuseCollectives():
-                for g, _ in enumerate(held.param_groups):
-                    _step_stand_in(held, g, 1.0, alone=False)
-        except _CollectiveError as error:
-            return f"{type(held).__name__} communicates with other ranks in its step ({error})"
-        except Exception:  # of the stand-ins
-            continue
+        # Any error of a user's optimizer on stand-ins shows nothing.
+        with suppress(Exception), trial_steps(held), _RefuseCollectives() as calls:
+            trial = stand_in(held)
+            trial.step()
+            trial.step()
+        if calls.refused:
+            name = type(held).__name__
+            return f"{name} communicates with other ranks in its step ({calls.refused})"
     return None
 
 
@@ -98,73 +97,71 @@ def reaches_stand_ins(optimizer: torch.optim.Optimizer) -> bool | None:
     """
     if is_wrapper(optimizer):  # a copy would step the parameters of the inner optimizer
         return None
+    groups = [g for g, group in enumerate(optimizer.param_groups) if group["params"]]
     try:
-        ends = [
-            _step_stand_in(optimizer, g, 1.0, alone=False, steps=_SELDOM)
-            for g, _ in enumerate(optimizer.param_groups)
-        ]
+        ends = [_step_stand_in(optimizer, g, 1.0, others=2, steps=_SELDOM) for g in groups]
     except Exception:  # of a user's optimizer
         return None
     return all(end is not None for end in ends)
 
 
-def trial_copy(optimizer: torch.optim.Optimizer, groups: Sequence[Group]) -> torch.optim.Optimizer:
+def stand_in(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Return a copy of the optimizer with one small stand-in parameter per group."""
+    random = generator()
+    groups = optimizer.param_groups
+    return trial_copy(optimizer, [trial_group(g, _stand_ins(g, 1, 1.0, random)) for g in groups])
+
+
+def trial_copy(optimizer: torch.optim.Optimizer, groups: Iterable[Group]) -> torch.optim.Optimizer:
     """Return a copy of the optimizer with other groups and without state.
 
     Tensors in other attributes of the optimizer are copied too; parameters are not. Call `step` of
-    the copy only within `shield_parameters`.
+    the copy only within `trial_steps`.
     """
     trial = object.__new__(type(optimizer))
-    own = {k: v for k, v in optimizer.__dict__.items() if k not in ("state", "param_groups")}
-    trial.__dict__.update(_copy_tensors(own))
-    trial.__dict__.pop("step", None)  # a scheduler replaces `step` by a function of the original
+    own = {k: v for k, v in vars(optimizer).items() if k not in ("state", "param_groups")}
+    vars(trial).update(tree_map_only(Tensor, _copy, own))
+    vars(trial).pop("step", None)  # a scheduler replaces `step` by a function of the original
     trial._optimizer_step_pre_hooks = OrderedDict()
     trial._optimizer_step_post_hooks = OrderedDict()
     trial.state = defaultdict(dict)
-    trial.param_groups = list(groups)
+    trial.param_groups = [group for group in groups if group["params"]]
     return trial
 
 
-def _copy_tensors(value: Any) -> Any:
-    """Return `value` with all tensors copied, also those in dicts, lists and tuples.
+def trial_group(group: Group, parameters: list[nn.Parameter]) -> Group:
+    """Return a copy of a group with other parameters, and a learning rate that changes them."""
+    made = {k: v.clone() if isinstance(v, Tensor) else v for k, v in group.items()}
+    rate = group.get("lr")
+    if isinstance(rate, Tensor):
+        made["lr"] = torch.full_like(rate, _RATE)
+    elif isinstance(rate, (int, float)):
+        made["lr"] = _RATE
+    return {**made, "params": parameters}
 
-    Parameters and other objects are not copied.
-    """
-    if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
-        return value.detach().clone()
-    if isinstance(value, dict):
-        made = copy.copy(value)
-        made.update((key, _copy_tensors(item)) for key, item in value.items())
-        return made
-    make: Any = type(value)
-    if make in (list, tuple):
-        return make(_copy_tensors(item) for item in value)
-    return value
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor if isinstance(tensor, nn.Parameter) else tensor.detach().clone()
 
 
 @contextmanager
-def shield_parameters(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Protect the parameters and gradients of an optimizer from steps of its trial copies.
+def trial_steps(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Protect random states, and the parameters and gradients of an optimizer, from steps of its
+    trial copies.
 
     A copy may reach the real parameters through other attributes. Within the block their gradients
     are None, and all their elements share one memory location, to which torch refuses to write.
     """
     kept = [(p, p.data, p.grad) for group in optimizer.param_groups for p in group["params"]]
-    try:
-        for p, data, _ in kept:
-            p.grad = None
-            p.data = data.new_zeros(()).expand(data.shape)
-        yield
-    finally:
-        for p, data, grad in kept:
-            p.data, p.grad = data, grad
-
-
-def stand_in(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Return a copy of the optimizer with one small stand-in parameter per group."""
-    random = generator()
-    groups = [_trial_group(g, _stand_ins(g, 1, 1.0, random)) for g in optimizer.param_groups]
-    return trial_copy(optimizer, [group for group in groups if group["params"]])
+    with preserve_random_states({p.device for p, _, _ in kept}):
+        try:
+            for p, data, _ in kept:
+                p.grad = None
+                p.data = data.new_zeros(()).expand(data.shape)
+            yield
+        finally:
+            for p, data, grad in kept:
+                p.data, p.grad = data, grad
 
 
 def is_wrapper(optimizer: torch.optim.Optimizer) -> bool:
@@ -173,46 +170,32 @@ def is_wrapper(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _held_optimizers(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
-    held = [value for value in vars(optimizer).values() if not isinstance(value, list)]
-    held += [one for value in vars(optimizer).values() if isinstance(value, list) for one in value]
+    held = [one for v in vars(optimizer).values() for one in (v if isinstance(v, list) else [v])]
     return [value for value in held if isinstance(value, torch.optim.Optimizer)]
 
 
-def devices_of(optimizer: torch.optim.Optimizer) -> set[torch.device]:
-    """Return the devices of the optimizer's parameters."""
-    return {p.device for group in optimizer.param_groups for p in group["params"]}
-
-
 def _step_stand_in(
-    optimizer: torch.optim.Optimizer, g: int, scale: float, *, alone: bool, steps: int = 2
+    optimizer: torch.optim.Optimizer, g: int, scale: float, *, others: int, steps: int = 2
 ) -> Tensor | None:
     """Return a stand-in parameter of param group `g` after the steps of a trial optimizer.
 
-    The trial optimizer holds only this stand-in if `alone`, otherwise also further stand-ins of
-    this and all other groups. Return None if the steps neither change the stand-in nor create
-    optimizer state for it.
+    The trial optimizer also holds `others` further stand-ins of each group. Return None if the
+    steps neither change the stand-in nor create optimizer state for it.
     """
-    random = generator()
-    first = _stand_ins(optimizer.param_groups[g], 1, scale, random)
-    if not first:
-        return torch.zeros(0, device=CPU, dtype=torch.float32)
-    begin = first[0].detach().clone()
-    groups = [_trial_group(optimizer.param_groups[g], first)]
-    if not alone:
-        groups[0]["params"] = first + _stand_ins(optimizer.param_groups[g], 2, scale, random)
-        groups += [
-            _trial_group(group, _stand_ins(group, 1, scale, random))
-            for other, group in enumerate(optimizer.param_groups)
-            if other != g
-        ]
-    trial = trial_copy(optimizer, [group for group in groups if group["params"]])
-    devices = devices_of(trial)
-    with preserve_random_states(devices), shield_parameters(optimizer):
+    random, groups = generator(), optimizer.param_groups
+    [first] = _stand_ins(groups[g], 1, scale, random)
+    begin, devices = first.detach().clone(), {p.device for own in groups for p in own["params"]}
+    members = [
+        trial_group(group, [first] * (i == g) + _stand_ins(group, others, scale, random))
+        for i, group in enumerate(groups)
+    ]
+    trial = trial_copy(optimizer, members)
+    with trial_steps(optimizer):
         for seed in range(steps):
             seed_all(seed, devices)  # some optimizers round stochastically
             trial.step()
-    end = first[0].detach()
-    if end.numel() and torch.equal(begin, end) and not trial.state.get(first[0]):
+    end = first.detach()
+    if end.numel() and torch.equal(begin, end) and not trial.state.get(first):
         return None
     return end
 
@@ -228,13 +211,3 @@ def _stand_ins(
         p.grad = (scale * normal(shape, random)).to(like)
         made.append(p)
     return made
-
-
-def _trial_group(group: Group, params: list[nn.Parameter]) -> Group:
-    made = {**group, "params": params}
-    rate = group.get("lr")
-    if isinstance(rate, Tensor):
-        made["lr"] = torch.full_like(rate, _RATE)
-    elif isinstance(rate, (int, float)):
-        made["lr"] = _RATE
-    return {k: v.clone() if isinstance(v, Tensor) else v for k, v in made.items()}

@@ -7,7 +7,7 @@ user code has changed one. Parameters and buffers have their own storages over t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from itertools import accumulate
 from typing import NamedTuple
@@ -18,7 +18,14 @@ from torch.utils.dlpack import from_dlpack
 
 from offbeat.core.buckets.layout import BucketSpec, Key, key_of
 from offbeat.core.buckets.memory import empty
-from offbeat.core.buckets.shards import Shards, is_sharded, reshard
+from offbeat.core.buckets.shards import (
+    is_sharded,
+    local_of,
+    place_of_shard,
+    reshard,
+    shard_like,
+    stored_elements,
+)
 from offbeat.core.plan import BUILT_IN, Buffer, Payload
 from offbeat.core.plan.types import moment_of
 
@@ -35,7 +42,7 @@ class FlatBucket(NamedTuple):
 
 class Flat:
     """A model's trainable tensors, moved into one flat tensor per dtype and device, and buffers of
-    the same layout.
+    the same layout. Shards stay in FSDP's memory, and are copied to and from the flat tensors.
 
     A bucket's absence counts follow its gradients in memory: for each parameter, the number of
     iterations in which this rank had no gradient for it. Both are averaged in one message. The
@@ -78,9 +85,10 @@ class Flat:
         self.parameters: list[nn.Parameter] = [p for own in trained for p in own]
         self.bucket_of: list[int] = [b for b, own in enumerate(trained) for _ in own]
         self.starts: list[int] = [self.bucket_of.index(b) for b in range(len(trained))]
-        self.shards: Shards = Shards(model)
-        stored = [[self.shards.memory_of(p) for p in own] for own in trained]
-        self.sizes_bytes: list[int] = [sum(x.nbytes for x in own) for own in stored]
+        self.sizes_bytes: list[int] = [
+            sum(stored_elements(p) * p.element_size() for p in own) for own in trained
+        ]
+        self._copies: dict[int, Tensor] = {}  # of shards, in the flat tensors, by id
         statistics = [[buffers[n] for n in spec.buffers] for spec in specs]
         self.buffer_bytes: list[int] = [sum(b.nbytes for b in more) for more in statistics]
         self.keys: list[Key] = [key_of(own[0]) for own in trained]
@@ -90,31 +98,35 @@ class Flat:
         # (start, stop) of a bucket in parameters, (start, stop) in gradients, in elements.
         self._spans: list[tuple[int, int, int, int]] = []
         self._elements: list[int] = []  # elements of the parameters of each bucket, with gaps
-        self._offsets: list[list[int]] = []  # of parameters and buffers within their bucket
+        # Of each parameter: its tensors, and its first element in parameters and in gradients.
+        self._places: list[tuple[Key, int, int]] = []
+        moves: list[tuple[Tensor, Key, int]] = []
         ends: dict[Key, tuple[int, int]] = {}
         for key, own, more in zip(self.keys, trained, statistics, strict=True):
             at, grad_at = ends.get(key, (0, 0))
-            *offsets, size = self._aligned_offsets(key, [*own, *more])
-            count = offsets[len(own)] if more else size
-            counters = align(len(own), self._alignment(key))
+            alignment = self._alignment(key)
+            lengths = [align(stored_elements(t), alignment) for t in (*own, *more)]
+            *offsets, size = accumulate(lengths, initial=0)
+            count = sum(lengths[: len(own)])
+            counters = align(len(own), alignment)
             ends[key] = at + size, grad_at + count + counters
             self._spans.append((at, at + size, grad_at, ends[key][1]))
             self._elements.append(count)
-            self._offsets.append(offsets)
-        moved = [[*own, *more] for own, more in zip(trained, statistics, strict=True)]
+            self._places += [(key, at + offset, grad_at + offset) for offset in offsets[: len(own)]]
+            moves += [(t, key, at + o) for t, o in zip((*own, *more), offsets, strict=True)]
         with torch.no_grad():
             sizes = {key: size for key, (size, _) in ends.items()}
             params = self._create_tensors(sizes, may_fail=before is not None)
             if params is None:
                 assert before is not None
-                self._move_to_host(tensor for tensors in moved for tensor in tensors)
+                for tensor, *_ in moves:
+                    if not is_sharded(tensor):
+                        tensor.data = tensor.detach().to("cpu", copy=True)
                 before.free("param")
                 params = self._create_tensors(sizes)
             assert params is not None
-            for key, span, offsets, tensors in zip(
-                self.keys, self._spans, self._offsets, moved, strict=True
-            ):
-                self._move_tensors(params[key], tensors, (span[0] + at for at in offsets))
+            for tensor, key, offset in moves:
+                self._move(tensor, params[key], offset)
             if before is not None:
                 before.free("param")
                 before.free("grad")
@@ -132,27 +144,16 @@ class Flat:
         """Return the alignment in elements."""
         return max(1, self.alignment_bytes // key[0].itemsize)
 
-    def _aligned_offsets(self, key: Key, tensors: Sequence[Tensor]) -> list[int]:
-        """Return the offset of each tensor in a bucket, and the end of the last one with its
-        gap."""
-        alignment, memory_of = self._alignment(key), self.shards.memory_of
-        sizes = [align(memory_of(t).numel(), alignment) for t in tensors]
-        return [*accumulate(sizes, initial=0)]
-
-    def _move_tensors(
-        self, flat: Tensor, tensors: Iterable[Tensor], offsets: Iterable[int]
-    ) -> None:
-        """Move parameters and buffers into a flat tensor."""
-        for tensor, offset in zip(tensors, offsets, strict=True):
-            memory = self.shards.memory_of(tensor)
-            place = place_like(flat, memory, offset)
-            place.copy_(memory.detach())
-            self.shards.move(tensor, place)
-
-    def _move_to_host(self, tensors: Iterable[Tensor]) -> None:
-        for tensor in tensors:
-            memory = self.shards.memory_of(tensor)
-            self.shards.move(tensor, memory.detach().to("cpu", copy=True))
+    def _move(self, tensor: Tensor, flat: Tensor, offset: int) -> None:
+        """Move a parameter or buffer into a flat tensor, or copy a shard."""
+        if is_sharded(tensor):
+            flat[offset : offset + stored_elements(tensor)] = 0  # the padding is sent, too
+            place = self._copies[id(tensor)] = place_of_shard(flat, tensor, offset)
+            place.copy_(local_of(tensor).detach())
+        else:
+            place = place_like(flat, tensor, offset)
+            place.copy_(tensor.detach())
+            tensor.data = place
 
     def _create_tensors(self, sizes: Mapping[Key, int], may_fail: bool = False) -> Store | None:
         """Return new flat tensors, with zeros if there are gaps. If they `may_fail`, return None if
@@ -181,22 +182,25 @@ class Flat:
     # ---- named buffers ----------------------------------------------------------------------
 
     def copy_in(self, run: range | None = None) -> None:
-        """Copy shards that FSDP keeps in its own memory to the flat tensors, before code uses the
-        parameters there.
+        """Copy shards to the flat tensors, before code uses the parameters there.
 
         Args:
             run: run of buckets; None for all buckets.
         """
-        if self.shards.are_staged:
-            self.shards.copy_in(self._parameters_in(run))
+        for own, place in self._shards_of(run):
+            place.copy_(own)
 
     def copy_out(self, run: range) -> None:
-        """Copy such shards back to FSDP's memory, after code has changed the flat tensors."""
-        if self.shards.are_staged:
-            self.shards.copy_out(self._parameters_in(run))
+        """Copy shards back to FSDP's memory, after code has changed the flat tensors."""
+        for own, place in self._shards_of(run):
+            own.copy_(place)
 
-    def _parameters_in(self, run: range | None) -> list[nn.Parameter]:
-        return [self.parameters[i] for i in self.indices(run or range(len(self.buckets)))]
+    def _shards_of(self, run: range | None) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield shards in FSDP's memory, and their copies in the flat tensors."""
+        if self.is_sharded:
+            for i in self.indices(run or range(len(self.buckets))):
+                p = self.parameters[i]
+                yield local_of(p).detach(), self._copies[id(p)]
 
     def adopt(self, buffers: Mapping[str, Buffer], *, continues: bool = False) -> None:
         """Allocate the buffers of a plan and delete all other buffers.
@@ -237,13 +241,10 @@ class Flat:
     def restart(self, buffer: Buffer) -> None:
         """Reset a plan's buffer to its start value: the parameters, or zero."""
         self.copy_in()
-        like = self._stores["grad" if buffer.kind == "grad" else "param"][0]
+        fresh = self._create_store(buffer)
         for copy in self._stores[buffer.name]:
             for key, tensor in copy.items():
-                if buffer.start == "param":
-                    tensor.copy_(like[key].data)
-                else:
-                    tensor.zero_()
+                tensor.data.copy_(fresh[key])
 
     def copies(self, buffer: str) -> int:
         """Return the number of copies of a buffer."""
@@ -339,17 +340,12 @@ class Flat:
 
     def restore_parameters(self) -> None:
         """Copy parameters whose `p.data` was replaced back into the flat tensors."""
-        store = self._stores["param"][0]
-        for key, (start, *_), offsets, bucket in zip(
-            self.keys, self._spans, self._offsets, self.buckets, strict=True
-        ):
-            for p, offset in zip(bucket.parameters, offsets, strict=False):  # buffers follow
-                at = start + offset
-                place = store[key].data_ptr() + at * store[key].element_size()
-                memory = self.shards.memory_of(p)
-                if memory.data_ptr() != place and key_of(p) == key:
-                    with torch.no_grad():
-                        self._move_tensors(store[key], [p], [at])
+        for p, (key, at, _) in zip(self.parameters, self._places, strict=True):
+            flat = self._stores["param"][0][key]
+            place = flat.data_ptr() + at * flat.element_size()
+            if not is_sharded(p) and p.data_ptr() != place and key_of(p) == key:
+                with torch.no_grad():
+                    self._move(p, flat, at)
 
     # ---- checkpoints ------------------------------------------------------------------------
 
@@ -370,14 +366,13 @@ class Flat:
 
     def views(self, copy: int = 0) -> list[Tensor]:
         """Return one view of a copy of the gradients per parameter, bucket by bucket."""
-        store, views = self._stores["grad"][copy], []
-        for key, (_, _, start, _), offsets, bucket in zip(
-            self.keys, self._spans, self._offsets, self.buckets, strict=True
-        ):
-            for p, offset in zip(bucket.parameters, offsets, strict=False):  # buffers follow
-                like = self.shards.view_of if self.is_sharded else view_like
-                views.append(like(store[key], p, start + offset))
-        return views
+        store = self._stores["grad"][copy]
+        return [
+            shard_like(p, place_of_shard(store[key], p, at))
+            if self.is_sharded
+            else view_like(store[key], p, at)
+            for p, (key, _, at) in zip(self.parameters, self._places, strict=True)
+        ]
 
     def gradients(self, bucket: int, copy: int = 0) -> Tensor:
         """Return one bucket's flat gradients, without absence counts."""

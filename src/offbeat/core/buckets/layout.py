@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from offbeat.core.buckets.shards import shard_bytes
+from offbeat.core.buckets.shards import stored_elements
 from offbeat.core.profile import Profile
 
 Key = tuple[torch.dtype, torch.device]
@@ -93,7 +93,7 @@ def specs_of_profile(model: nn.Module, profile: Profile) -> list[BucketSpec]:
             tuple(n for n in names if n in buffers),
         )
         _require_one_key(spec, [(parameters | buffers)[n] for n in names])
-        size = sum(shard_bytes(parameters[n]) for n in spec.parameters)
+        size = _bytes_of(parameters[n] for n in spec.parameters)
         if size != bucket.size_bytes:
             raise ValueError(
                 f"the profile does not match the model: bucket {bucket.name!r} has "
@@ -113,8 +113,7 @@ def specs_of_profile(model: nn.Module, profile: Profile) -> list[BucketSpec]:
 def parameter_counts(model: nn.Module, profile: Profile) -> str:
     """Return a phrase with the parameters of a profile and of a model, those of a rank's shards."""
     there = round(sum(bucket.size_bytes for bucket in profile.buckets) / profile.element_bytes)
-    trained = [p for p in model.parameters() if p.requires_grad]
-    here = sum(shard_bytes(p) // p.element_size() for p in trained)
+    here = sum(stored_elements(p) for p in model.parameters() if p.requires_grad)
     return f"it is of {there:,} trained parameters, the model has {here:,}"
 
 
@@ -132,7 +131,11 @@ def _belongs(tensors: dict[str, nn.Parameter], group: list[str], name: str, min_
     if key_of(tensors[group[0]]) != key_of(tensors[name]):
         return False
     same_module = _owner(group[-1]) == _owner(name)
-    return same_module or sum(shard_bytes(tensors[n]) for n in group) < min_bytes
+    return same_module or _bytes_of(tensors[n] for n in group) < min_bytes
+
+
+def _bytes_of(parameters: Iterable[Tensor]) -> int:
+    return sum(stored_elements(p) * p.element_size() for p in parameters)
 
 
 def _title(tensors: dict[str, nn.Parameter], names: Iterable[str]) -> str:

@@ -89,10 +89,6 @@ class ModuleBuffers:
             self._place({name: found[name] for name in sorted([*self.names, *new])})
         return new
 
-    def descriptions(self) -> list[tuple[str, list[int], str]]:
-        """Return name, shape and dtype of every buffer that is broadcast."""
-        return [(place.name, list(place.shape), str(place.dtype)) for place in self._places]
-
     def _place(self, found: dict[str, tuple[nn.Module, str]]) -> None:
         tensors = {name: owner._buffers[key] for name, (owner, key) in found.items()}
         # Sort by element size, so that every part begins at a multiple of its element size.

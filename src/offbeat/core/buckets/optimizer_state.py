@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from offbeat.core.buckets.coupling import is_wrapper, shield_parameters, trial_copy
+from offbeat.core.buckets.coupling import is_wrapper, trial_copy, trial_steps
 from offbeat.core.buckets.flat import Flat, align, place_like
-from offbeat.core.buckets.random_states import preserve_random_states
-from offbeat.core.buckets.shards import is_sharded, local_of, set_local
+from offbeat.core.buckets.shards import is_sharded, local_of, shard_like
 
 Names = dict[str, torch.dtype]
 
 
-@dataclass(frozen=True)
-class _Home:
-    """Flat state tensors of a run of buckets, and (parameter, state name, view) of each entry."""
-
-    tensors: tuple[Tensor, ...]
-    places: tuple[tuple[nn.Parameter, str, Tensor], ...]
+Home = tuple[tuple[Tensor, ...], list[tuple[nn.Parameter, str, Tensor]]]
+"""Flat state tensors of a run of buckets, and (parameter, state name, view) of each entry."""
 
 
 class StateStore:
@@ -38,7 +32,7 @@ class StateStore:
         self._optimizer = optimizer
         self._flat = flat
         self._names: dict[tuple[int, torch.dtype], Names] = {}
-        self._homes: dict[tuple[range, int | None], _Home] = {}
+        self._homes: dict[tuple[range, int | None], Home] = {}
 
     def forget(self) -> None:
         """Drop the flat tensors after the optimizer's groups or state were replaced."""
@@ -50,19 +44,16 @@ class StateStore:
         stateless optimizer."""
         if (run, moment) not in self._homes:
             self._homes[run, moment] = self._build(run, moment)
-        home = self._homes[run, moment]
-        for p, name, place in home.places:
+        tensors, places = self._homes[run, moment]
+        for p, name, place in places:
             value = self._optimizer.state.get(p, {}).get(name)
             if value is None:
                 place.zero_()
-            elif is_sharded(value):
-                if local_of(value) is not place:
-                    place.copy_(local_of(value))
-                    set_local(value, place)
-            elif value is not place:
-                place.copy_(value)
-                self._optimizer.state[p][name] = place
-        return home.tensors
+            elif local_of(value).data_ptr() != place.data_ptr():
+                place.copy_(local_of(value))
+                moved = shard_like(value, place) if is_sharded(value) else place
+                self._optimizer.state[p][name] = moved
+        return tensors
 
     def bytes_of(self, bucket: int, moment: int | None = None) -> int:
         """Return the bytes of one bucket's state, or of one moment of it."""
@@ -92,7 +83,7 @@ class StateStore:
             self._names[key] = _trial_names(self._optimizer, group, p)
         return self._names[key]
 
-    def _build(self, run: range, moment: int | None) -> _Home:
+    def _build(self, run: range, moment: int | None) -> Home:
         entries = list(self._entries(run, moment))
         tensors, places = [], []
         for dtype in dict.fromkeys(dtype for _, _, dtype in entries):
@@ -104,7 +95,7 @@ class StateStore:
             tensors.append(flat)
             for (p, name), at in zip(mine, offsets, strict=True):
                 places.append((p, name, place_like(flat, local_of(p), at).detach()))
-        return _Home(tuple(tensors), tuple(places))
+        return tuple(tensors), places
 
 
 def _trial_names(optimizer: torch.optim.Optimizer, group: dict[str, Any], p: nn.Parameter) -> Names:
@@ -120,7 +111,7 @@ def _trial_names(optimizer: torch.optim.Optimizer, group: dict[str, Any], p: nn.
     trial.grad = torch.zeros_like(trial)
     copy = trial_copy(optimizer, [{**group, "params": [trial]}])
     try:
-        with preserve_random_states({p.device}), shield_parameters(optimizer):
+        with trial_steps(optimizer):
             copy.step()
     except Exception as error:  # of a user's optimizer, which may have created its state before
         known = next((q for q in group["params"] if optimizer.state.get(q)), None)

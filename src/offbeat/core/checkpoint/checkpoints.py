@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from offbeat.core.buckets import random_states as randomness
-from offbeat.core.buckets.shards import as_shards, cut_whole, join_shards
 from offbeat.core.checkpoint import shard
 from offbeat.core.checkpoint.folder import NAME, Folder
 from offbeat.core.checkpoint.frozen import Frozen, freeze
-from offbeat.core.checkpoint.saving import FailedSaving, SaveGroup, Saver, Saving
+from offbeat.core.checkpoint.saving import SaveGroup, Saver, Saving
 from offbeat.core.checkpoint.shard import Manifest
+from offbeat.core.checkpoint.sharded import as_shards, join_shards
 from offbeat.core.console import console
 from offbeat.core.observers import Observer
 from offbeat.core.transport.topology import Topology
@@ -112,7 +112,7 @@ def save(
         return saving
     words = f"the checkpoint in {folder.path} was not saved: {_describe_lost(lost)}"
     console.print("checkpoint", words, "error", rank=session.worker)
-    return FailedSaving(folder.path, words)
+    return Saving(folder.path, lambda: words)
 
 
 def _note_batches(saver: Saver, extra: Iterable[Any]) -> None:
@@ -205,9 +205,8 @@ def _load(
         read = partial(_read_replica, folder, name, manifest, model, optimizer)
     reads = exact or session.worker == 0 or session.alone
     found = _read(read if reads else None, company, session.worker)
-    if not exact:
-        found = cut_whole(model, optimizer, company.share(found))
-    found = as_shards(model, optimizer, found)
+    found = found if exact else company.share(found)
+    found = as_shards(model, optimizer, found, whole=not exact)
     model.load_state_dict(found["model"])
     buffers = dict(model.named_buffers())
     for buffer, value in found["buffers"].items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -100,24 +101,15 @@ class Saving:
         path: directory of the checkpoint.
     """
 
-    def __init__(
-        self,
-        folder: Folder,
-        name: str,
-        frozen: Frozen,
-        manifest: Manifest,
-        company: SaveGroup,
-        keep: int,
-    ):
-        self.path: Path = folder.path / name
-        self._folder, self._name, self._company, self._keep = folder, name, company, keep
-        self._worker = manifest.worker
+    def __init__(self, path: Path, save: Callable[[], str | None]):
+        self.path: Path = path
         self._error: str | None = None
         # The thread is not a daemon, so the process waits for it at exit.
-        self._thread = threading.Thread(
-            target=self._save, args=(frozen, manifest), name="offbeat-saving"
-        )
+        self._thread = threading.Thread(target=self._run, args=(save,), name="offbeat-saving")
         self._thread.start()
+
+    def _run(self, save: Callable[[], str | None]) -> None:
+        self._error = save()
 
     @property
     def done(self) -> bool:
@@ -139,61 +131,43 @@ class Saving:
             raise RuntimeError(self._error)
         return self.path
 
-    def _save(self, frozen: Frozen, manifest: Manifest) -> None:
-        folder, name = self._folder, self._name
-        part = folder.unfinished_path(name, self._worker)
-        try:
-            written = self._run_on_all(lambda: shard.write(part, frozen, manifest))
-            if written and self._run_on_all(lambda: folder.finish(name, self._worker)):
-                with suppress(OSError):  # the next checkpoint tries again
-                    folder.prune(self._keep)
-                return
-        except Exception as error:
-            words = f"rank {self._worker} lost the others: {error}"
-            self._company.drop_group()
-            self._error = self._describe_failure([words])
-        folder.drop(name, self._worker)
-        console.print("checkpoint", str(self._error), "error", rank=self._worker)
 
-    def _run_on_all(self, act: Callable[[], None]) -> bool:
-        """Call `act`. Return whether it succeeded on all ranks."""
+def save_together(
+    folder: Folder, name: str, frozen: Frozen, manifest: Manifest, company: SaveGroup, keep: int
+) -> str | None:
+    """Write this rank's shard of a checkpoint. When all ranks have written theirs, rename it and
+    delete older ones.
+
+    Returns:
+        Why the checkpoint was not saved; None if it was.
+    """
+    worker = manifest.worker
+
+    def failures_of(act: Callable[[], None]) -> list[str]:
         try:
             act()
             failure = None
         except Exception as error:
-            failure = f"rank {self._worker}: {type(error).__name__}: {error}"
-        failed = [words for words in self._company.gather_in_thread(failure) if words is not None]
-        if failed:
-            self._error = self._describe_failure(failed)
-        return not failed
+            failure = f"rank {worker}: {type(error).__name__}: {error}"
+        return [words for words in company.gather_in_thread(failure) if words is not None]
 
-    def _describe_failure(self, causes: list[str]) -> str:
-        left = [name for name in self._folder.manifests(self._worker) if name != self._name]
-        before = (
-            f"{self._folder.path / left[0]} is still whole" if left else "there is none before it"
-        )
-        return f"the checkpoint {self.path} was not saved ({'; '.join(causes)}); {before}"
-
-
-class FailedSaving(Saving):
-    """A checkpoint that was not begun, because a member of the job has failed.
-
-    Args:
-        path: folder of the checkpoints.
-        error: reason.
-    """
-
-    def __init__(self, path: Path, error: str):
-        self.path, self._error = path, error
-
-    @property
-    def done(self) -> bool:
-        """Whether saving has ended: always."""
-        return True
-
-    def wait(self) -> Path:
-        """Raise the reason as RuntimeError."""
-        raise RuntimeError(self._error)
+    part = folder.unfinished_path(name, worker)
+    try:
+        failed = failures_of(lambda: shard.write(part, frozen, manifest))
+        failed = failed or failures_of(lambda: folder.finish(name, worker))
+        if not failed:
+            with suppress(OSError):  # the next checkpoint tries again
+                folder.prune(keep)
+            return None
+    except Exception as error:
+        failed = [f"rank {worker} lost the others: {error}"]
+        company.drop_group()
+    folder.drop(name, worker)
+    left = [one for one in folder.manifests(worker) if one != name]
+    before = f"{folder.path / left[0]} is still whole" if left else "there is none before it"
+    words = f"the checkpoint {folder.path / name} was not saved ({'; '.join(failed)}); {before}"
+    console.print("checkpoint", words, "error", rank=worker)
+    return words
 
 
 class Saver:
@@ -221,7 +195,8 @@ class Saver:
         if any(lost):  # a rank was slower than the timeout, and all are here again
             company.create_group_again()
         name = f"{max(numbers):06d}-iteration-{manifest.iteration}"
-        self._last = Saving(folder, name, frozen(), manifest, self.company, keep)
+        act = partial(save_together, folder, name, frozen(), manifest, company, keep)
+        self._last = Saving(folder.path / name, act)
         return self._last
 
     def settle(self) -> None:

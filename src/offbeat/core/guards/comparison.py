@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -21,58 +20,17 @@ from offbeat.core.guards.replicas import (
     optimizer_state,
     weights,
 )
-from offbeat.core.guards.unwritten_weights import WeightChanges
 from offbeat.core.plan import Groups
 from offbeat.core.transport.control import Control
 
 EVERY = 100  # iterations; a comparison reads weights and state once, less work than one step
-FIRST = 3  # first iterations, in which written weights are found by checksums
 ALIKE = 1e-6  # relative tolerance: libraries may compute settings with different last digits
 
 Settings = dict[str, Any]
 """Values of settings by name and group, such as `lr of param group 0`."""
 
 
-class Comparison(ABC):
-    """Base class of comparisons between ranks. Every rank must call each method."""
-
-    def __init__(
-        self,
-        control: Control,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        every: int,
-    ):
-        self._control, self._model, self._optimizer = control, model, optimizer
-        self._every = every
-        self._steps = 0
-
-    @abstractmethod
-    def count_step(self) -> bool:
-        """Count an update that is about to run. Return whether `compare` must be called before."""
-
-    @abstractmethod
-    def compare(self) -> None:
-        """Compare ranks.
-
-        Raises:
-            RuntimeError: on every rank, if ranks differ.
-        """
-
-    def note_step(self, *, weights_final: bool) -> None:  # noqa: B027 - nothing to do by default
-        """Called after a step.
-
-        `weights_final` is whether no message writes weights before the next forward.
-        """
-
-    def forward_begins(self) -> None:  # noqa: B027 - nothing to do by default
-        """Called before the first forward of an iteration."""
-
-    def forget(self) -> None:  # noqa: B027 - nothing to do by default
-        """Called before the session itself replaces weights."""
-
-
-class ReplicaGuard(Comparison):
+class ReplicaGuard:
     """Compares param-group settings, weights and optimizer state of all ranks every `every` steps.
 
     It is used with plans that send gradients only, because there every rank makes the same
@@ -99,12 +57,14 @@ class ReplicaGuard(Comparison):
         holders: Groups = (),
         written: Collection[str] = (),
     ):
-        super().__init__(control, model, optimizer, every)
+        self._control, self._model, self._optimizer = control, model, optimizer
         self._settle, self._holders, self._written = settle, holders, written
+        self._every, self._steps = every, 0
         self._divides_state = False  # whether ranks have the state of different parameters
         self.skipped = 0  # updates that the script has skipped
 
     def count_step(self) -> bool:
+        """Count an update that is about to run. Return whether `compare` must be called before."""
         self._steps += 1
         return (self._steps - 1) % self._every == 0
 
@@ -164,12 +124,13 @@ class ReplicaGuard(Comparison):
         return None
 
 
-class SettingsGuard(Comparison):
+class SettingsGuard:
     """Compares settings and written weights of ranks, with plans that average parameters.
 
-    Settings are those of param groups and the set of frozen parameters. Weights count as written if
-    the script changes them between a step and the next forward. Weights and optimizer state
-    themselves differ between two averages, so they are not compared.
+    Settings are those of param groups and the set of frozen parameters. `written` has the names of
+    weights that the script has changed between a step and the next forward, since the last
+    comparison. Weights and optimizer state themselves differ between two averages, so they are not
+    compared.
 
     A comparison is one collective of two numbers before the update of an iteration that averages,
     in which ranks wait for each other anyway. It takes place in the first two such iterations.
@@ -191,18 +152,17 @@ class SettingsGuard(Comparison):
         every: int,
         averages: Callable[[], bool],
         warn: Callable[[str], None],
+        written: dict[str, None],
         nodes: Groups = (),
     ):
-        super().__init__(control, model, optimizer, every)
-        self._averages, self._warn = averages, warn
+        self._control, self._model, self._optimizer = control, model, optimizer
+        self._averages, self._warn, self._written = averages, warn, written
+        self._every, self._warned = every, False
         self._nodes = nodes  # ranks that share a replica, so that their weights must be equal
-        named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
-        self._changes, self._written = WeightChanges(named, addresses=False), dict[str, None]()
-        self._changes.forget()
-        self._warned = False
         self._compared = self._left = 0  # number of comparisons; steps until the next comparison
 
     def count_step(self) -> bool:
+        """Count an update that is about to run. Return whether `compare` must be called before."""
         self._left -= 1
         second = self._compared == 1
         if not ((self._left < 0 or second) and self._averages()):
@@ -211,23 +171,16 @@ class SettingsGuard(Comparison):
         self._compared += 1
         return True
 
-    def note_step(self, *, weights_final: bool) -> None:
-        rare = self._steps < FIRST or self._steps % self._every == 0
-        self._changes.note(contents=weights_final and rare)
-        self._steps += 1
-
-    def forward_begins(self) -> None:
-        self._written |= dict.fromkeys(self._changes.changed_names())
-        self._changes.forget()
-
-    def forget(self) -> None:
-        self._changes.forget()
-
     def compare(self) -> None:
+        """Compare settings, written weights, and the replicas of nodes.
+
+        Raises:
+            RuntimeError: on every rank, if ranks differ; names rank and setting or tensor.
+        """
         if self._nodes:
             self._compare_nodes()
         settings, written = settings_of(self._optimizer, self._model), [*self._written]
-        self._written = {}
+        self._written.clear()
         if self._control.is_same([hash_text(repr(settings)) >> 2, bool(written)]):
             return
         everyone = self._control.gather((settings, written))

@@ -10,14 +10,20 @@ import torch
 from torch import Tensor
 
 from offbeat.core.plan import Payload, Transfer, Verb
+from offbeat.core.plan.semantics import is_finite
 from offbeat.core.transport.link import Message
 
 OnNonfinite = Literal["raise", "ignore"]
 POLICIES: tuple[str, ...] = get_args(OnNonfinite)
 
 KINDS = {"grad": "gradient", "param": "parameters", "state": "optimizer state"}
+PASSED_ON = "which workers sum up one after the other"
 
 Collectives = Mapping[Verb, Callable[[Tensor], None]]
+
+
+def _raise(error: BaseException) -> None:
+    raise error
 
 
 class FiniteGuard:
@@ -37,6 +43,16 @@ class FiniteGuard:
     A sum that passes from rank to rank is checked by its sender and its receiver. A rank never
     sends a bad sum that it has received, so the sender of a bad sum has caused it. In an exchange
     of two ranks both check the values of both.
+
+    Results that a step uses are checked in the step, because a gradient scaler may skip it, and
+    user code may replace the values.
+
+    Args:
+        policy: what is done about such values.
+        rank: number of this rank.
+        world_size: number of ranks.
+        names: returns the names of a run of buckets.
+        refuse: raises an error, after it has told the other ranks.
     """
 
     def __init__(
@@ -45,14 +61,13 @@ class FiniteGuard:
         rank: int,
         world_size: int,
         names: Callable[[range], str],
+        refuse: Callable[[BaseException], None] = _raise,
     ):
-        self._policy, self._rank, self._world_size, self._names = policy, rank, world_size, names
+        self.active = policy != "ignore" and world_size > 1
+        self._rank, self._world_size, self._names, self._refuse = rank, world_size, names, refuse
+        self._messages: list[Message] = []  # with culprits, until their results are used
         # Whether this rank's values were bad, for each average between its two halves.
         self._own: dict[tuple[Payload, torch.dtype], bool] = {}
-
-    @property
-    def active(self) -> bool:
-        return self._policy != "ignore" and self._world_size > 1
 
     def run(
         self,
@@ -79,7 +94,11 @@ class FiniteGuard:
             act(tensor)
             return []
         if verb == "exchange":
-            return self._exchange(transfer, tensor, act)
+            assert transfer.ranks is not None
+            spoilt = [] if is_finite(tensor) else [self._rank]
+            act(tensor)
+            partners = [] if is_finite(tensor) else [*transfer.ranks]
+            return sorted({*spoilt, *(rank for rank in partners if rank != self._rank)})
         if transfer.ranks is not None:
             act(tensor)
             is_sum = transfer.payload.buffer == "grad"
@@ -97,78 +116,66 @@ class FiniteGuard:
         if verb == "reduce_scatter":
             self._own[key] = bad
             return []
-        return [] if is_finite(tensor[:1]) else self._culprits(bad, tensor, collectives)
-
-    def _exchange(
-        self, transfer: Transfer, tensor: Tensor, act: Callable[[Tensor], None]
-    ) -> list[int]:
-        """Exchange a tensor with a partner; return which of both had values that are not finite."""
-        assert transfer.ranks is not None
-        spoilt = [] if is_finite(tensor) else [self._rank]
-        act(tensor)
-        if not is_finite(tensor):
-            spoilt += [rank for rank in transfer.ranks if rank != self._rank]
-        return sorted(spoilt)
-
-    def _culprits(self, bad: bool, like: Tensor, collectives: Collectives) -> list[int]:
-        """Return the ranks with `bad` values, by one small all-reduce on the same link."""
-        place = self._rank, self._world_size
-        return find_bad_ranks(bad, *place, collectives["all_reduce"], like.device)
+        if is_finite(tensor[:1]):
+            return []
+        all_reduce = collectives["all_reduce"]
+        return find_bad_ranks(bad, self._rank, self._world_size, all_reduce, tensor.device)
 
     def check_message(
         self, transfer: Transfer, iteration: int, culprits: Sequence[int], tensors: Sequence[Tensor]
     ) -> None:
-        """Check the result of a message with culprits before it is used.
-
-        Raises:
-            RuntimeError: user code has not replaced the bad values; or the message is one between
-                two ranks.
-        """
+        """Check the result of a message with culprits before it is used. Refuse it unless user code
+        has replaced the bad values; always if it is one between two ranks."""
         payload = transfer.payload
         kind, where = KINDS.get(payload.buffer, payload.buffer), self._names(payload.buckets)
-        what = f"{kind} of bucket {where} in iteration {iteration}"
-        who = _name_ranks(culprits)
+        what = f"the {kind} of bucket {where} in iteration {iteration}"
         if transfer.verb == "exchange":
-            raise RuntimeError(
-                f"{who} exchanged values that are not finite (NaN or infinity) as {what}, with the "
-                "partner of this round; lower the learning rate or clip gradients, and start from "
-                "the last checkpoint"
-            )
-        if transfer.ranks is not None:
-            raise self._spoilt_sum(culprits, payload.buckets, iteration)
-        if all(is_finite(t) for t in tensors if t.numel()):
+            does, where = "exchanged", f"as {what}, with the partner of this round"
+        elif transfer.ranks is not None:
+            does, where = "sent", f"to {what}, {PASSED_ON}"
+        elif all(map(is_finite, tensors)):
             return
-        raise RuntimeError(
-            f"{who} sent values that are not finite (NaN or infinity) to the {what}, so their "
-            "average is not finite on any rank; lower the learning rate or clip gradients, and "
-            "start from the last checkpoint"
-        )
-
-    def check_replicas(self, culprits: Sequence[int]) -> None:
-        """Raise RuntimeError if there are ranks whose parameters are not finite, before all
-        replicas are averaged as a whole."""
-        if culprits:
-            raise RuntimeError(
-                f"parameters of {_name_ranks(culprits)} are not finite (NaN or infinity), so an "
-                "average of all replicas would not be finite on any rank; lower the learning rate "
-                "or clip gradients, and start from the last checkpoint"
-            )
+        else:
+            does, where = "sent", f"to {what}, so their average is not finite on any rank"
+        self._refuse(_error(culprits, does, where))
 
     def require_finite_sum(self, run: range, iteration: int, tensors: Iterable[Tensor]) -> None:
-        """Check a sum that passes from rank to rank, after this rank has added its part.
+        """Refuse a sum that passes from rank to rank if it is not finite after this rank has added
+        its part. It was finite when it was received."""
+        if self.active and not all(map(is_finite, tensors)):
+            what = f"the gradient of bucket {self._names(run)} in iteration {iteration}"
+            self._refuse(_error([self._rank], "sent", f"to {what}, {PASSED_ON}"))
 
-        Raises:
-            RuntimeError: the sum is not finite. It was finite when it was received.
-        """
-        if self.active and not all_finite(tensors):
-            raise self._spoilt_sum([self._rank], run, iteration)
+    # ---- messages with culprits, until their results are used -------------------------------
 
-    def _spoilt_sum(self, culprits: Sequence[int], run: range, iteration: int) -> RuntimeError:
-        return RuntimeError(
-            f"{_name_ranks(culprits)} sent values that are not finite (NaN or infinity) to the "
-            f"gradient of bucket {self._names(run)} in iteration {iteration}, which workers sum up "
-            "one after the other; lower the learning rate, and start from the last checkpoint"
-        )
+    def note(self, message: Message, *, later: bool) -> None:
+        """Add a message with culprits. Check it immediately unless its result is used `later`."""
+        self._messages.append(message)
+        if not later:
+            self.check()
+
+    def check(self, *, unused: bool = False) -> None:
+        """Check all messages whose results are used now; drop them if they are `unused`."""
+        messages, self._messages = self._messages, []
+        for m in () if unused else messages:
+            self.check_message(m.transfer, m.iteration, m.culprits, m.tensors)
+
+
+def require_finite_replicas(culprits: Sequence[int]) -> None:
+    """Raise RuntimeError if there are ranks whose parameters are not finite, before all replicas
+    are averaged as a whole."""
+    if culprits:
+        raise _error(culprits, "held", "as parameters, so no average of all replicas is finite")
+
+
+def _error(culprits: Sequence[int], does: str, where: str) -> RuntimeError:
+    names = ", ".join(map(str, culprits))
+    who = f"rank{'s' if len(culprits) > 1 else ''} {names}"
+    return RuntimeError(
+        f"{who if culprits else 'the sum over ranks overflowed: no rank'} {does} values that are "
+        f"not finite (NaN or infinity) {where}; lower the learning rate or clip gradients, and "
+        "start from the last checkpoint"
+    )
 
 
 def find_bad_ranks(
@@ -181,70 +188,7 @@ def find_bad_ranks(
     return [other for other, share in enumerate(flags.tolist()) if share > 0]
 
 
-def is_finite(tensor: Tensor) -> bool:
-    """Whether all elements are finite.
-
-    Computes one sum. Elements are tested one by one only if the sum is not finite.
-    """
-    if math.isfinite(_sum(tensor).item()):
-        return True
-    return bool(torch.isfinite(tensor).all())
-
-
-def all_finite(tensors: Iterable[Tensor]) -> bool:
-    """Whether all elements of all tensors are finite."""
-    several = list(tensors)
-    sums = [_sum(t).double() for t in several]
-    if not sums or bool(torch.stack(sums).isfinite().all()):  # one wait for the device
-        return True
-    return all(is_finite(t) for t in several)
-
-
-def _sum(tensor: Tensor) -> Tensor:
-    return tensor.sum(dtype=tensor.dtype if tensor.dtype.itemsize > 2 else torch.float32)
-
-
 def require_policy(policy: object) -> None:
     """Raise ValueError unless `policy` is one of `POLICIES`."""
     if policy not in POLICIES:
         raise ValueError(f"on_nonfinite ({policy!r}) must be one of {', '.join(POLICIES)}")
-
-
-def _name_ranks(ranks: Sequence[int]) -> str:
-    if not ranks:
-        return "the sum over ranks overflowed: no rank"
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
-
-
-class NonfiniteMessages:
-    """Messages with values that were not finite, until their results are used.
-
-    Results that a step uses are checked in the step, because a gradient scaler may skip it, and
-    user code may replace the values.
-    """
-
-    def __init__(self, guard: FiniteGuard, refuse: Callable[[BaseException], None]):
-        self._guard, self._refuse = guard, refuse
-        self._messages: list[Message] = []
-
-    def note(self, message: Message, *, later: bool) -> None:
-        """Add a message with culprits. Check it immediately unless its result is used `later`."""
-        self._messages.append(message)
-        if not later:
-            self.check()
-
-    def require_finite_sum(self, run: range, iteration: int, tensors: Iterable[Tensor]) -> None:
-        """Check a sum that passes from rank to rank. An error is passed to `refuse`."""
-        try:
-            self._guard.require_finite_sum(run, iteration, tensors)
-        except RuntimeError as error:
-            self._refuse(error)
-
-    def check(self, *, unused: bool = False) -> None:
-        """Check all messages whose results are used now; drop them if they are `unused`."""
-        messages, self._messages = self._messages, []
-        for m in () if unused else messages:
-            try:
-                self._guard.check_message(m.transfer, m.iteration, m.culprits, m.tensors)
-            except RuntimeError as error:
-                self._refuse(error)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import Any
 from weakref import WeakSet
 
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
@@ -42,16 +42,12 @@ class ForeignStepGuard:
         has_script_step: whether an optimizer has stepped in `script_steps`.
     """
 
-    hooks: ClassVar[int] = 0
-    """Number of torch's global step hooks that this class has registered."""
-
     def __init__(self, optimizer: Optimizer, shared: Callable[[], bool]):
         self._optimizer, self._shared = optimizer, shared
         self.session_steps, self.has_script_step = SessionSteps(), False
         self._before: Callable[[], None] | None = None  # called before a step in `script_steps`
         self._harmless: WeakSet[Optimizer] = WeakSet()
-        self._handle: Any = register_optimizer_step_pre_hook(self._on_step)
-        ForeignStepGuard.hooks += 1
+        self._handle = register_optimizer_step_pre_hook(self)
 
     @contextmanager
     def script_steps(self, before: Callable[[], None], *, inner: bool) -> Iterator[None]:
@@ -67,12 +63,10 @@ class ForeignStepGuard:
 
     def close(self) -> None:
         """Remove the hook. Further calls do nothing."""
-        if self._handle is not None:
-            self._handle.remove()
-            self._handle = None
-            ForeignStepGuard.hooks -= 1
+        self._handle.remove()
 
-    def _on_step(self, optimizer: Optimizer, *_: Any) -> None:
+    def __call__(self, optimizer: Optimizer, *_: Any) -> None:
+        """Act before a step of any optimizer of the process, as a hook."""
         if self.session_steps.depth:
             return
         if self._before is not None and self._shares_parameters(optimizer):

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -176,6 +175,10 @@ def _tolerance(tensor: Tensor) -> float:
 # ---- unification ----------------------------------------------------------------------------
 
 
+Held = list[tuple[bool, Tensor]]
+"""Tensors of a replica on this rank: whether only the ranks of a column hold it, and the tensor."""
+
+
 def broadcast_model(model: nn.Module, cluster: Cluster) -> None:
     """Copy the parameters and buffers of replica 0 to every replica.
 
@@ -183,7 +186,14 @@ def broadcast_model(model: nn.Module, cluster: Cluster) -> None:
     """
     held = _held_tensors(model)
     if not _are_equal(held, cluster):
-        _copy_from(0, held, cluster)
+        _unify(held, cluster, source=0)
+
+
+def take(source: int, model: nn.Module, cluster: Cluster) -> None:
+    """Copy the model of one rank to all ranks, and compare checksums."""
+    held = _held_tensors(model)
+    _unify(held, cluster, source=source)
+    _require_same(held, cluster)
 
 
 def average_replicas(
@@ -208,65 +218,13 @@ def average_replicas(
         RuntimeError: checksums differ afterwards.
     """
     stored = _held_tensors(model, more)
-    held = stored.copy() if staged else stored
+    held = [(is_shard, t.clone()) for is_shard, t in stored] if staged else stored
     if not _are_equal(held, cluster):
-        with cluster.control.collective("averaging replicas"):
-            for is_shard, tensor in held.items():
-                if tensor.is_floating_point():
-                    act = partial(cluster.average, is_shard=is_shard)
-                    _in_place(tensor, cluster.where, act)
-                else:
-                    _from_replica(0, tensor, is_shard, cluster)
+        _unify(held, cluster, source=None)
     _require_same(held, cluster)
     if staged:
-        with torch.no_grad():
-            for (_, tensor), (_, average) in zip(stored.items(), held.items(), strict=True):
-                tensor.copy_(average)
-
-
-def take(source: int, model: nn.Module, cluster: Cluster) -> None:
-    """Copy the model of one rank to all ranks, and compare checksums."""
-    held = _held_tensors(model)
-    _copy_from(source, held, cluster)
-    _require_same(held, cluster)
-
-
-def _are_equal(held: _Held, cluster: Cluster) -> bool:
-    """Return whether all replicas have equal tensors; the same on all ranks."""
-    if not cluster.control.is_same([checksum(*held.whole) >> 2]):
-        return False
-    groups = cluster.topology.holders
-    return not groups or cluster.control.is_same([checksum(*held.shards)], groups)
-
-
-def _require_same(held: _Held, cluster: Cluster) -> None:
-    """Raise RuntimeError if ranks differ from the first rank that holds the same tensors."""
-    sums = cluster.control.gather((checksum(*held.whole), checksum(*held.shards)))
-    odd = {rank for rank, (whole, _) in enumerate(sums) if whole != sums[0][0]}
-    for own in cluster.topology.columns:
-        odd.update(rank for rank in own if sums[rank][1] != sums[own[0]][1])
-    if odd:
-        raise RuntimeError(
-            f"replicas still differ after consolidation: ranks {sorted(odd)} have other checksums "
-            "than replica 0; was a parameter changed by another thread?"
-        )
-
-
-def require_equal(model: nn.Module, strategy: object, cluster: Cluster) -> None:
-    """Require equal replicas, for strategies that keep them equal.
-
-    Raises:
-        RuntimeError: on every rank, if parameters differ by more than rounding; names rank and
-            first tensor.
-    """
-    named, control, groups = weights(model), cluster.control, cluster.topology.holders
-    if control.is_same([digest_of(named)], groups):
-        return
-    found = find_difference(named, control, groups)
-    if found is not None:
-        raise RuntimeError(
-            f"replicas have diverged, although {strategy} keeps them equal: {found}; {REPAIR}"
-        )
+        for (_, tensor), (_, average) in zip(stored, held, strict=True):
+            tensor.copy_(average)
 
 
 def repair(
@@ -291,49 +249,21 @@ def repair(
     average_replicas(model, cluster, state.values(), staged=staged)
 
 
-def _copy_from(source: int, held: _Held, cluster: Cluster) -> None:
-    with cluster.control.collective(f"taking the weights of replica {source}"):
-        for is_shard, tensor in held.items():
-            _from_replica(source, tensor, is_shard, cluster)
+def require_equal(model: nn.Module, strategy: object, cluster: Cluster) -> None:
+    """Require equal replicas, for strategies that keep them equal.
 
-
-def _from_replica(source: int, tensor: Tensor, is_shard: bool, cluster: Cluster) -> None:
-    _in_place(tensor, cluster.where, lambda t: cluster.broadcast(t, source, is_shard=is_shard))
-
-
-def _in_place(tensor: Tensor, where: torch.device, collective: Callable[[Tensor], object]) -> None:
-    """Run a collective on a tensor with any strides, by way of a contiguous tensor on `where`.
-
-    Collectives treat memory as contiguous, so on a view with gaps they would overwrite elements in
-    the gaps. The copy to the links' device is for tensors on the host, such as Adam's counters.
+    Raises:
+        RuntimeError: on every rank, if parameters differ by more than rounding; names rank and
+            first tensor.
     """
-    with torch.no_grad():
-        whole = tensor.to(where).contiguous()
-        collective(whole)
-        if whole.data_ptr() != tensor.data_ptr():
-            tensor.copy_(whole)
-
-
-@dataclass(frozen=True)
-class _Held:
-    """Tensors of a replica on this rank.
-
-    Attributes:
-        whole: tensors that every rank holds.
-        shards: tensors that only the ranks of a column hold.
-    """
-
-    whole: list[Tensor]
-    shards: list[Tensor]
-
-    def copy(self) -> _Held:
-        """Return copies of all tensors."""
-        return _Held(*([t.clone() for t in own] for own in (self.whole, self.shards)))
-
-    def items(self) -> Iterator[tuple[bool, Tensor]]:
-        """Yield whether a tensor is a shard, and the tensor."""
-        yield from ((False, tensor) for tensor in self.whole)
-        yield from ((True, tensor) for tensor in self.shards)
+    named, control, groups = weights(model), cluster.control, cluster.topology.holders
+    if control.is_same([digest_of(named)], groups):
+        return
+    found = find_difference(named, control, groups)
+    if found is not None:
+        raise RuntimeError(
+            f"replicas have diverged, although {strategy} keeps them equal: {found}; {REPAIR}"
+        )
 
 
 def replica_tensors(
@@ -342,17 +272,62 @@ def replica_tensors(
     """Return all tensors of a replica on this rank, detached: parameters, buffers, and the state of
     an optimizer."""
     state = {} if optimizer is None else optimizer_state(optimizer, model)
-    return [tensor for _, tensor in _held_tensors(model, state.values()).items()]
+    return [tensor for _, tensor in _held_tensors(model, state.values())]
 
 
-def _held_tensors(model: nn.Module, more: Iterable[Tensor] = ()) -> _Held:
+def _held_tensors(model: nn.Module, more: Iterable[Tensor] = ()) -> Held:
     """Return parameters, including frozen ones, buffers, and `more` tensors, which may be parts of
-    a sharded replica."""
+    a sharded replica; first those that every rank holds."""
     reshard(model)
-    held, is_any = _Held([], []), False
-    for tensor in (*model.parameters(), *model.buffers()):
-        is_any |= is_sharded(tensor)
-        own = held.shards if is_sharded(tensor) else held.whole
-        own.append(local_of(tensor.detach()))
-    (held.shards if is_any else held.whole).extend(more)
-    return _Held(*([t for t in own if t.numel()] for own in (held.whole, held.shards)))
+    tensors = [*model.parameters(), *model.buffers()]
+    held = [(is_sharded(t), local_of(t.detach())) for t in tensors]
+    held += [(any(map(is_sharded, tensors)), t) for t in more]
+    return sorted((one for one in held if one[1].numel()), key=lambda one: one[0])
+
+
+def _checksums(held: Held) -> list[int]:
+    """Return the checksums of tensors that every rank holds, and of shards."""
+    return [
+        checksum(*(t for is_shard, t in held if is_shard == wanted)) >> 2
+        for wanted in (False, True)
+    ]
+
+
+def _are_equal(held: Held, cluster: Cluster) -> bool:
+    """Return whether all replicas have equal tensors; the same on all ranks."""
+    (whole, shards), groups = _checksums(held), cluster.topology.holders
+    if not cluster.control.is_same([whole]):
+        return False
+    return not groups or cluster.control.is_same([shards], groups)
+
+
+def _require_same(held: Held, cluster: Cluster) -> None:
+    """Raise RuntimeError if ranks differ from the first rank that holds the same tensors."""
+    sums = cluster.control.gather(_checksums(held))
+    odd = {rank for rank, (whole, _) in enumerate(sums) if whole != sums[0][0]}
+    for own in cluster.topology.columns:
+        odd.update(rank for rank in own if sums[rank][1] != sums[own[0]][1])
+    if odd:
+        raise RuntimeError(
+            f"replicas still differ after consolidation: ranks {sorted(odd)} have other checksums "
+            "than replica 0; was a parameter changed by another thread?"
+        )
+
+
+def _unify(held: Held, cluster: Cluster, *, source: int | None) -> None:
+    """Copy the tensors of replica `source`. Without it average floating-point ones, and copy the
+    others of replica 0.
+
+    Collectives treat memory as contiguous, so on a view with gaps they would overwrite elements in
+    the gaps. The copy to the links' device is for tensors on the host, such as Adam's counters.
+    """
+    what = "averaging replicas" if source is None else f"taking the weights of replica {source}"
+    with cluster.control.collective(what), torch.no_grad():
+        for is_shard, tensor in held:
+            whole = tensor.to(cluster.where).contiguous()
+            if source is None and tensor.is_floating_point():
+                cluster.average(whole, is_shard=is_shard)
+            else:
+                cluster.broadcast(whole, source or 0, is_shard=is_shard)
+            if whole.data_ptr() != tensor.data_ptr():
+                tensor.copy_(whole)

@@ -17,7 +17,8 @@ from offbeat.core.guards.gradients_read import GRADIENTS, WEIGHTS, ReadHook
 def has_pre_hooks(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether hooks of the script run at the beginning of the optimizer's step."""
     own = optimizer._optimizer_step_pre_hooks
-    return bool(own) or len(_global_optimizer_pre_hooks) > ForeignStepGuard.hooks
+    every = _global_optimizer_pre_hooks.values()
+    return bool(own) or any(not isinstance(hook, ForeignStepGuard) for hook in every)
 
 
 def has_hooks(optimizer: torch.optim.Optimizer) -> bool:

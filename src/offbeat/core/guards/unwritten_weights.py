@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from operator import attrgetter, methodcaller
 
 from torch import nn
@@ -22,28 +21,23 @@ class WeightChanges:
     of an evaluation with averaged weights.
 
     Args:
-        named: parameters by name.
-        addresses: whether moved parameters count. `ParameterWatch` also detects them.
+        model: the model, whose trained parameters are watched.
     """
 
-    def __init__(self, named: Iterable[tuple[str, nn.Parameter]], *, addresses: bool = True):
-        named = list(named)
+    def __init__(self, model: nn.Module):
+        named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
         self._names, self._parameters = [n for n, _ in named], [p for _, p in named]
-        self._columns = (_version, _address) if addresses else (_version,)
-        self.note()
+        self.forget()
 
     def note(self, *, contents: bool = False) -> None:
         """Record versions and addresses, or checksums if `contents`. Later changes are reported."""
         self._contents = contents
-        self._known: States | None = self._states()
+        self._known = self._states()
 
     def forget(self) -> None:
         """Allow changes until the next `note`."""
-        self._known = None
-
-    def changed_name(self) -> str | None:
-        """Return the name of the first parameter that has changed since `note`, or None."""
-        return None if self._known is None else next(iter(self.changed_names()), None)
+        self._known: States | None = None
+        self._contents = False
 
     def changed_names(self) -> list[str]:
         """Return the names of all parameters that have changed since `note`."""
@@ -55,5 +49,5 @@ class WeightChanges:
 
     def _states(self) -> States:
         # One call of `map` per column: every step and every forward read all parameters.
-        columns = (checksum,) if self._contents else self._columns
+        columns = (checksum,) if self._contents else (_version, _address)
         return tuple([*map(column, self._parameters)] for column in columns)

@@ -7,8 +7,7 @@ from statistics import median
 
 import torch
 
-from offbeat.core.buckets.coupling import devices_of, is_wrapper, shield_parameters, stand_in
-from offbeat.core.buckets.random_states import preserve_random_states
+from offbeat.core.buckets.coupling import is_wrapper, stand_in, trial_steps
 from offbeat.core.transport.device import Device
 
 CALLS, FIRST = 9, 2  # timed calls, and untimed calls before them, which create state
@@ -25,7 +24,7 @@ def call_s(optimizer: torch.optim.Optimizer, device: Device) -> float:
     seconds = []
     try:
         trial = stand_in(optimizer)
-        with preserve_random_states(devices_of(trial)), shield_parameters(optimizer):
+        with trial_steps(optimizer):
             for _ in range(FIRST + CALLS):
                 device.finish()
                 start_s = time.perf_counter()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import inf, nan
 
 from offbeat.core.plan import Apply, Vote
@@ -39,16 +39,11 @@ def changed(context: Context, vote: Vote, buckets: range) -> bool:
     norm = _norm(context, buckets)
     course: Course | None = context.recall(vote.name)
     if course is None:
-        course = Course.of(vote.arg("window", 1), vote.arg("weight", 1.0))
+        course = Course(vote.arg("weight", 1.0), deque(maxlen=vote.arg("window", 1)))
         context.keep(vote.name, course)
     change = course.change(norm, vote.arg("smooth", "norm"))
     context.show(vote.name, {"norm": norm, "change": change})
-    return exceeds_threshold(change, vote.arg("threshold"))
-
-
-def exceeds_threshold(change: float, threshold: float) -> bool:
-    """Return whether a change is at least the threshold or unknown (nan)."""
-    return not change < threshold
+    return not change < vote.arg("threshold")  # also if the change is unknown (nan)
 
 
 @dataclass
@@ -62,32 +57,24 @@ class Course:
     """
 
     weight: float
-    values: deque[float] = field(default_factory=deque)
+    values: deque[float]
     last: float | None = None
-
-    @classmethod
-    def of(cls, window: int, weight: float) -> Course:
-        """Return an empty history with a mean over the last `window` values."""
-        return cls(weight, deque(maxlen=window))
 
     def change(self, norm: float, smooth: str) -> float:
         """Add a norm and return the smoothed change; nan without a previous norm.
 
         A norm that is zero or not finite is not stored, and its change is nan.
         """
-        change = self._add_norm(norm, smooth) if 0 < norm < inf else None
-        return nan if change is None else change
-
-    def _add_norm(self, norm: float, smooth: str) -> float | None:
-        """Add a norm and return the smoothed change; None without a previous norm."""
+        if not 0 < norm < inf:
+            return nan
         before = self.last
         if smooth == "norm":
             self.values.append(norm)
             self.last = weighted_mean(self.values, self.weight)
-            return None if before is None else abs(self.last - before) / before
+            return nan if before is None else abs(self.last - before) / before
         self.last = norm
         if before is None:
-            return None
+            return nan
         self.values.append(abs(norm - before) / before)
         return weighted_mean(self.values, self.weight)
 

@@ -14,9 +14,9 @@ from torch import Tensor
 from offbeat.core.buckets.flat import Flat
 from offbeat.core.buckets.gradients import Gradients
 from offbeat.core.buckets.optimizer_state import StateStore
-from offbeat.core.buckets.shards import local_of
+from offbeat.core.buckets.shards import local_of, squared_norm
 from offbeat.core.derive import effects
-from offbeat.core.guards.finite import NonfiniteMessages
+from offbeat.core.guards.finite import FiniteGuard
 from offbeat.core.plan import INSIDE, Apply, Moment, Payload, Phases, Transfer, Vote, base_link
 from offbeat.core.plan.program import Program
 from offbeat.core.plan.semantics import is_active
@@ -54,7 +54,7 @@ class TensorActions:
         waiting: Waiting,
         votes: Votes,
         context: StorageContext,
-        suspects: NonfiniteMessages | None,
+        suspects: FiniteGuard | None,
         *,
         note_later: bool,
     ):
@@ -117,8 +117,6 @@ class TensorActions:
         message = iteration.messages[index]
         self.complete(message)
         payload = message.transfer.payload
-        if message.transfer.target == "param":
-            self._flat.copy_out(payload.buckets)
         if message.culprits and self._suspects is not None:
             self._suspects.note(message, later=payload.buffer == "grad" and self._note_later)
 
@@ -130,7 +128,7 @@ class TensorActions:
         if not self.votes.allows(apply, iteration.planned) or self._uses_lost(apply):
             return False
         self.context.iteration = iteration
-        if not self._flat.shards.are_staged or effects.is_update(apply):
+        if not self._flat.is_sharded or effects.is_update(apply):
             RULES[apply.rule](self.context, apply)
             return True
         self._flat.copy_in(apply.buckets)
@@ -208,6 +206,8 @@ class TensorActions:
             self._repeat(message)
         if message.fate is not Fate.SKIPPED and message.contents is not None:
             message.contents.put(message)
+            if message.transfer.target == "param":
+                self._flat.copy_out(message.transfer.payload.buckets)
 
     def _repeat(self, message: Message) -> None:
         """Average the payload of a message over the survivors of a failure, or over a node."""
@@ -332,7 +332,7 @@ class StorageContext:
     def squared_norm(self, buffer: str, buckets: range) -> Tensor | float:
         tensors = self._values(buffer, buckets)
         if self._flat.is_sharded:
-            return self._flat.shards.squared_norm(tensors)
+            return squared_norm(tensors, self._flat.parameters[0])
         return sum(torch.linalg.vector_norm(t).double().square() for t in tensors)
 
     def scale(self, buffer: str, buckets: range, factor: float) -> None:

@@ -109,8 +109,9 @@ class ActivePlan:
         place = engine.control.rank, engine.control.world_size
         votes = Votes(engine.links, waiting, flat, *place)
         memory, defers = self.context.memory, engine.has_members
+        staged = engine.has_members or flat.is_sharded
         coding = Coding(program.plan, flat, memory, defers_errors=defers)
-        storage = Storage(flat, engine.state, engine.module_buffers, coding, engine.staged)
+        storage = Storage(flat, engine.state, engine.module_buffers, coding, staged)
         suspects, context = engine.suspects, self.context
         return TensorActions(
             program, storage, engine.links, waiting, votes, context, suspects, note_later=note_later

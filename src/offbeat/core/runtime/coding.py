@@ -26,8 +26,9 @@ from offbeat.core.codecs.pieces import CUT, elements_per_pass
 from offbeat.core.codecs.rows import Rows
 from offbeat.core.codecs.spares import Spares
 from offbeat.core.codecs.tensor_codecs import code
-from offbeat.core.guards.finite import all_finite, find_bad_ranks
+from offbeat.core.guards.finite import find_bad_ranks
 from offbeat.core.plan import Plan, Transfer, Wire
+from offbeat.core.plan.semantics import is_finite
 from offbeat.core.strategy.plan_memory import kept_in_storage
 from offbeat.core.transport.collectives import Collectives, Levels
 from offbeat.core.transport.link import Message
@@ -460,7 +461,7 @@ class CodedMessage:
         are bad.
         """
         how, sent = self.settings, 0
-        own_bad = not all(all_finite((part.numbers, part.plain)) for part in self.parts)
+        own_bad = not all(is_finite(x) for part in self.parts for x in (part.numbers, part.plain))
         taken, arrived, kept = [], list[Tensor](), list[tuple[Tensor, slice, int]]()
         for i, part in enumerate(self.parts):
             numbers, plain = part.numbers, part.plain
@@ -482,7 +483,7 @@ class CodedMessage:
                 levels.inside.by_verb["all_gather"](values)
             arrived += [mean, plain]
             taken.append(numbers)
-        bad, lost = list[int](), not all_finite(arrived)
+        bad, lost = list[int](), not all(map(is_finite, arrived))
         if lost:  # finite values may overflow in the codec or in the sum
             where, add = taken[0].device, act.by_verb["all_reduce"]
             bad = find_bad_ranks(own_bad, levels.rank, levels.ranks, add, where)

@@ -110,6 +110,10 @@ class _State(StoredContents):
 class _ModuleBuffers(StoredContents):
     """Buffers of the model, such as running statistics."""
 
+    def __init__(self, transfer: Transfer, storage: Storage) -> None:
+        super().__init__(transfer, storage)
+        self.in_place = False
+
     def take(self, message: Message, planned: int) -> Sequence[Tensor]:
         return self._storage.module_buffers.pack()
 

@@ -23,7 +23,7 @@ from offbeat.core.buckets.module_buffers import ModuleBuffers
 from offbeat.core.buckets.optimizer_state import StateStore
 from offbeat.core.derive import effects
 from offbeat.core.derive.lean import keeps_gradients, leaves_gradients
-from offbeat.core.guards.finite import NonfiniteMessages
+from offbeat.core.guards.finite import FiniteGuard
 from offbeat.core.guards.foreign_step import ForeignStepGuard
 from offbeat.core.guards.script_usage import UsageRecorder
 from offbeat.core.guards.step_hooks import has_hooks
@@ -74,7 +74,6 @@ class Engine:
         self.model, self.optimizer, self.links = model, optimizer, links
         self.control, self.device = control, device
         self.has_members = control.has_members  # whether the members of the job may change
-        self.staged = self.has_members  # whether all messages are copies, also of staged shards
         self.replica = control.rank if replica is None else replica  # its number in the plan
         self.observers = Observers()
         self.machine, self._sets_to_none = Machine(self), True
@@ -82,7 +81,7 @@ class Engine:
         self.waiting = Waiting(device, control, timeout_s, self.observers, self._fail)
         control.on_wait_end = self.observers.waited
         self.iteration = 0
-        self.suspects: NonfiniteMessages | None = None
+        self.suspects: FiniteGuard | None = None
         self.stepping: ForeignStepGuard | None = None
         self.watched: UsageRecorder | None = None
         self.step_observers: list[StepObserver] = []  # of all plans
@@ -105,7 +104,7 @@ class Engine:
     def attach(self, flat: Flat) -> None:
         """Use a flat storage: register hooks on its parameters and create the tables per bucket."""
         self.detach()
-        self.flat, self.staged = flat, self.staged or flat.shards.are_staged
+        self.flat = flat
         self.state = StateStore(self.optimizer, flat)
         self.gradients = Gradients(flat, self.control.world_size, gathers=False)  # until a plan
         self.hooks = Hooks(flat, self, lasting=False)

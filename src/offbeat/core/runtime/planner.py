@@ -159,11 +159,6 @@ class Planner:
             warnings.simplefilter("always")  # rank 0 reports warnings for all ranks
             self._choose_variant()
             plan = self.make()
-        if engine.flat.shards.are_staged:
-            self.decisions.print(
-                f"torch {torch.__version__} stores shards otherwise than expected, so parameters "
-                "are copied before and after each average"
-            )
         if usage is not None:
             plan = self._suitable_plan(plan, usage)
         elif (trial := defer_updates(plan)) is not None:

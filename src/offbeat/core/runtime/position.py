@@ -21,7 +21,7 @@ from offbeat.core.transport.link import Message
 
 State = dict[str, Any]
 _NO_MESSAGE = {
-    "tensors": (),
+    "tensors": None,
     "errors": (),
     "age": None,
     "culprits": [],
@@ -118,7 +118,7 @@ def _capture_iteration(engine: Engine, iteration: Iteration) -> State:
             engine.waiting.wait(message, run.flat)
         in_storage = message.transfer.in_place or contents.in_place
         messages[index] = {
-            "tensors": () if in_storage else tuple(message.tensors),
+            "tensors": None if in_storage else tuple(message.tensors),
             "errors": tuple(message.errors),
             "is_foreign": message.is_foreign,
             "age": _age_of_copy(run.flat, message),
@@ -158,9 +158,9 @@ def _restore_iteration(
     messages, restored = saved["messages"], []
     for index, contents in enumerate(run.actions.contents(saved["planned"])):
         state, t = messages.get(index, _NO_MESSAGE), contents.transfer
-        message = Message(t, number, -1, contents)
+        message = Message(t, number, -1, None if state["tensors"] is None else contents)
         message.released = message.start = message.end = engine.device.mark()
-        message.tensors = _on_device(list(state["tensors"]), where)
+        message.tensors = _on_device(list(state["tensors"] or ()), where)
         message.errors = _on_device(list(state["errors"]), where)
         message.culprits, message.is_foreign = state["culprits"], state["is_foreign"]
         if state["age"] is not None:

@@ -8,18 +8,20 @@ from offbeat.core.buckets.attached import UncopiedHook
 from offbeat.core.buckets.module_buffers import has_buffers
 from offbeat.core.buckets.shards import local_of
 from offbeat.core.derive.effects import sends_only_gradients
-from offbeat.core.guards.comparison import Comparison, ReplicaGuard, SettingsGuard
-from offbeat.core.guards.finite import FiniteGuard, NonfiniteMessages, all_finite
+from offbeat.core.guards.comparison import ReplicaGuard, SettingsGuard
+from offbeat.core.guards.finite import FiniteGuard, require_finite_replicas
 from offbeat.core.guards.foreign_step import ForeignStepGuard
 from offbeat.core.guards.parameters import ParameterWatch
 from offbeat.core.guards.unwritten_weights import WeightChanges
 from offbeat.core.plan import Plan
+from offbeat.core.plan.semantics import is_finite
 from offbeat.core.runtime.engine import Engine
 from offbeat.core.runtime.recording import Decisions
 from offbeat.core.runtime.training_job import TrainingJob
 from offbeat.core.strategy.interface import Strategy
 
 NOTED_FORWARDS = 3  # first iterations in which writes of a forward to parameters are noted
+NOTED_STEPS = 3  # first steps after which writes are found by checksums, and rarely later
 MANY_PASSES = 20  # backward passes without a step after which rank 0 warns
 SAME_SHAPE = "keep what grows in an attribute that is no buffer, or pass broadcast_buffers=False"
 
@@ -47,18 +49,15 @@ class SessionGuards:
     ) -> None:
         self._model, self._cluster, self._watch = job.model, job.cluster, job.watch
         self._engine, self._strategy, self._decisions = engine, strategy, decisions
-        self.replicas: Comparison | None = None
+        self.replicas: ReplicaGuard | SettingsGuard | None = None
         self.has_loaded = False
         self._agreed_on_buffers = 0  # calls of `agree_on_buffers`
         self._reports_missing_step = True  # until the warning about it
         self.shares_optimizer = False
-        # Guard from a step to the next forward, for plans whose ranks pass parameters on.
-        trained = [(n, p) for n, p in job.model.named_parameters() if p.requires_grad]
-        self._untouched = WeightChanges(trained)
-        self._untouched.forget()
-        self._in_forward = WeightChanges(trained, addresses=False)
-        self._in_forward.forget()
-        self._written: dict[str, None] = {}  # names of parameters that a forward has written
+        # From a step to the next forward, and within the first forwards.
+        self._changes, self._in_forward, self._steps = WeightChanges(job.model), False, 0
+        # Names of parameters that a forward has written, or the script where it may not.
+        self._written: dict[str, None] = {}
         self.shares_buffers = job.cluster.control.world_size > 1 and has_buffers(job.model)
         if self.shares_buffers:
             engine.module_buffers.before_packing = self.agree_on_buffers
@@ -78,8 +77,9 @@ class SessionGuards:
         """Check messages for values that are not finite, on the ranks of the present members."""
         control, policy = self._cluster.control, self._watch.on_nonfinite
         place = control.rank, control.world_size
-        self._finite = FiniteGuard(policy, *place, self._describe_buckets)
-        self._engine.suspects = NonfiniteMessages(self._finite, self._engine.waiting.fail_with)
+        refuse = self._engine.waiting.fail_with
+        self._finite = FiniteGuard(policy, *place, self._describe_buckets, refuse)
+        self._engine.suspects = self._finite
 
     def _describe_buckets(self, run: range) -> str:
         """Return the names of the first and the last bucket of a run."""
@@ -92,8 +92,8 @@ class SessionGuards:
         if not self._finite.active:
             return
         trained = (local_of(p.detach()) for p in self._model.parameters() if p.requires_grad)
-        everyone = enumerate(self._cluster.control.gather(all_finite(trained)))
-        self._finite.check_replicas([rank for rank, is_finite in everyone if not is_finite])
+        everyone = enumerate(self._cluster.control.gather(all(map(is_finite, trained))))
+        require_finite_replicas([rank for rank, finite in everyone if not finite])
 
     def note_plan(self, *, observes: bool = False) -> None:
         """Note that the engine has adopted a plan, whose links are open.
@@ -103,7 +103,7 @@ class SessionGuards:
         `observes`, the strategy's plan follows, which may do otherwise.
         """
         for link in self._cluster.links.values():
-            link.keeps_last = self._engine.staged
+            link.keeps_last = self._engine.has_members
             guard = partial(self._finite.run, is_any=link.collectives.is_any)
             link.guard = guard if self._finite.active else None
         traits = self._engine.traits
@@ -121,8 +121,9 @@ class SessionGuards:
             guard.compare()
         elif every:
             nodes = () if cluster.inside is None else cluster.topology.nodes
-            warn = self._decisions.warn
-            self.replicas = SettingsGuard(*compared, self._averages_parameters_now, warn, nodes)
+            self._written.clear()
+            how = self._averages_parameters_now, self._decisions.warn, self._written
+            self.replicas = SettingsGuard(*compared, *how, nodes)
 
     def _averages_parameters_now(self) -> bool:
         """Return whether all ranks average parameters in this iteration, or may do so after a vote.
@@ -141,7 +142,8 @@ class SessionGuards:
         if self.shares_buffers:
             engine.module_buffers.note()
         self.parameters.require_unchanged(may_move=self.shares_optimizer)
-        if engine.cursor.now is None and (name := self._untouched.changed_name()) is not None:
+        passes_on = engine.plan.source is not None and engine.cursor.now is None
+        for name in self._changes.changed_names()[:1] if passes_on else ():
             raise RuntimeError(
                 f"parameter {name!r} was changed outside of optimizer.step(), but this strategy "
                 "sends parameters from rank to rank, so other ranks would not receive the change; "
@@ -160,23 +162,30 @@ class SessionGuards:
     def begin_iteration(self) -> None:
         """Act before the first forward of an iteration."""
         engine = self._engine
-        if engine.iteration < NOTED_FORWARDS and not engine.traits.on_arrival:
-            self._in_forward.note()
-        if self.replicas is not None:
-            self.replicas.forward_begins()
+        if isinstance(self.replicas, SettingsGuard):
+            self._written.update(dict.fromkeys(self._changes.changed_names()))
+            self._changes.forget()
+        elif engine.iteration < NOTED_FORWARDS and not engine.traits.on_arrival:
+            self._in_forward = True
+            self._changes.note()
 
     def after_forward(self) -> None:
         """Note the parameters that a forward has written."""
-        self._written.update(dict.fromkeys(self._in_forward.changed_names()))
-        self._in_forward.forget()
+        if self._in_forward:
+            self._written.update(dict.fromkeys(self._changes.changed_names()))
+            self._changes.forget()
+            self._in_forward = False
 
     def note_step(self) -> None:
         """Note the weights after a step."""
-        engine = self._engine
+        engine, every = self._engine, self._watch.compare_every
         if engine.plan.source is not None and self._cluster.control.world_size > 1:
-            self._untouched.note()
-        if self.replicas is not None:
-            self.replicas.note_step(weights_final=not engine.traits.moves_at_forward)
+            self._changes.note()
+        elif isinstance(self.replicas, SettingsGuard):
+            rare = self._steps < NOTED_STEPS or self._steps % every == 0
+            # Otherwise messages write weights before the next forward.
+            self._changes.note(contents=rare and not engine.traits.moves_at_forward)
+            self._steps += 1
 
     def agree_on_buffers(self, *, only_alike: bool = False) -> None:
         """Agree on the buffers that forward writes.
@@ -202,7 +211,8 @@ class SessionGuards:
             names = {name for name in first if all(first[name] == o.get(name) for o in others)}
         new = buffers.share(names)
         if new:
-            control.agree("the buffers that forward writes", buffers.descriptions(), SAME_SHAPE)
+            shapes = buffers.shapes(buffers.names)
+            control.agree("the buffers that forward writes", shapes, SAME_SHAPE)
         if new and iteration:
             self._decisions.print(
                 f"forward has begun to write buffer {new[0]!r}, so rank 0's is broadcast"
@@ -218,9 +228,7 @@ class SessionGuards:
 
     def forget_weights(self) -> None:
         """Suspend the guards of weights until the next step, because weights may change."""
-        self._untouched.forget()
-        if self.replicas is not None:
-            self.replicas.forget()
+        self._changes.forget()
 
     def restart(self) -> None:
         """Begin as in the first iteration, for another position of the run."""

@@ -12,7 +12,7 @@ from offbeat.core.buckets.checksum import checksum
 from offbeat.core.buckets.flat import Flat
 from offbeat.core.buckets.gradients import Gradients
 from offbeat.core.derive.traits import PlanTraits
-from offbeat.core.guards.finite import NonfiniteMessages
+from offbeat.core.guards.finite import FiniteGuard
 from offbeat.core.guards.foreign_step import ForeignStepGuard
 from offbeat.core.guards.updates_without_effect import UpdateCheck
 from offbeat.core.observers import Observer
@@ -48,7 +48,7 @@ class Updates:
         flat: Flat,
         observers: Observer,
         stepping: ForeignStepGuard | None,
-        suspects: NonfiniteMessages | None,
+        suspects: FiniteGuard | None,
     ):
         self._stepping, self._suspects = stepping, suspects
         self._optimizer, self._gradients, self._flat = optimizer, gradients, flat
