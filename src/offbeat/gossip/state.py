@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -251,60 +251,29 @@ class State:
                 self._copy(into)
 
     def apply(
-        self,
-        number: int,
-        m: Tensor,
-        t: float,
-        mixing: Mixing,
+        self, number: int, m: Tensor, t: float, mixing: Mixing, *, reverts: bool = False
     ) -> None:
-        """Apply one chunk of an exchange at label `t`.
+        """Apply one chunk of an exchange at label `t`, or revert it.
 
         Args:
             number: number of the chunk.
             m: numbers that this worker has sent minus those that it has received, on the host.
             t: label of the exchange.
             mixing: constants of the exchange.
+            reverts: whether the chunk was applied, and is reverted now.
         """
         with self._lock:
-            self._exchange(number, m, t, mixing, 1.0)
-
-    def revert(
-        self,
-        differences: Iterable[Tensor],
-        t: float,
-        mixing: Mixing,
-    ) -> None:
-        """Revert the applied chunks of an exchange that has not completed.
-
-        Args:
-            differences: `m` of each applied chunk, see `apply`.
-            t: see `apply`.
-            mixing: see `apply`.
-        """
-        with self._lock:
-            for number, m in enumerate(differences):
-                self._exchange(number, m, t, mixing, -1.0)
+            self._separate_x()
+            chunk, sign = self._wire.chunks[number], -1.0 if reverts else 1.0
+            x = self._x[chunk.flat][chunk.span]
+            tilde = None if self._tilde is None else self._tilde[chunk.flat][chunk.span]
+            since = self.course.mixing_integral(t, self.t)
+            a, a_tilde = jump(mixing.alpha, mixing.alpha_tilde, 1.0, since)
+            for piece in pieces(x):
+                part = None if tilde is None else tilde[piece]
+                exchange(x[piece], part, m[piece].to(x.device), (sign * a, sign * a_tilde))
 
     # ---- with the lock held -----------------------------------------------------------------
-
-    def _exchange(
-        self,
-        number: int,
-        m: Tensor,
-        t: float,
-        mixing: Mixing,
-        sign: float,
-    ) -> None:
-        """Apply a chunk, or revert it with the sign -1."""
-        self._separate_x()
-        chunk = self._wire.chunks[number]
-        x = self._x[chunk.flat][chunk.span]
-        tilde = None if self._tilde is None else self._tilde[chunk.flat][chunk.span]
-        since = self.course.mixing_integral(t, self.t)
-        a, a_tilde = jump(mixing.alpha, mixing.alpha_tilde, 1.0, since)
-        for piece in pieces(x):
-            part = None if tilde is None else tilde[piece]
-            exchange(x[piece], part, m[piece].to(x.device), (sign * a, sign * a_tilde))
 
     @property
     def _x(self) -> list[Tensor]:
