@@ -78,7 +78,7 @@ class Agreement:
                 int(data["number"]),
                 int(data["leader"]),
                 Line(finite(since_s), finite(label), None if unit_s is None else finite(unit_s)),
-                tuple(Change(*map(finite, change)) for change in data["changes"]),
+                tuple(Change(finite(t), Mixing(*map(finite, m))) for t, m in data["changes"]),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise WireError(f"this agreement cannot be: {error}") from None

@@ -59,7 +59,7 @@ def join(
         return own
     if control.world_size == 1:
         return own
-    graph = _graph(strategy, control, own.message_bytes)
+    graph = _graph(strategy, control, own.wire.bytes)
     own.clock = Clock(ahead_s(control))
     entrance = open_listener(cluster.own_address, 2 * control.world_size)
     everyone, secret = common_secret(entrance.getsockname()[:2], 0, control)
@@ -136,11 +136,6 @@ class GossipSetup:
             mixed=strategy.mixes_first,
             device=cluster.device,
         )
-
-    @property
-    def message_bytes(self) -> int:
-        """Return the bytes of an exchange in each direction."""
-        return self.wire.bytes
 
     def begin(
         self,

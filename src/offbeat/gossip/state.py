@@ -15,7 +15,6 @@ import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -27,8 +26,7 @@ from offbeat.gossip.chunks import Wire
 from offbeat.gossip.mixing import exchange, follow, jump, mix
 
 
-@dataclass(frozen=True)
-class Mixing:
+class Mixing(NamedTuple):
     """Constants of mixing and exchanges.
 
     Attributes:
@@ -54,21 +52,13 @@ class Change(NamedTuple):
     """Constants from label `since` on."""
 
     since: float
-    eta: float
-    alpha: float
-    alpha_tilde: float
-
-    @property
-    def mixing(self) -> Mixing:
-        """Return the constants without the label."""
-        return Mixing(self.eta, self.alpha, self.alpha_tilde)
+    mixing: Mixing
 
 
 def changed(changes: Sequence[Change], label: float, mixing: Mixing) -> list[Change]:
     """Return the changes with other constants from a label on. Later changes are removed."""
     kept = [change for change in changes if change.since < label]
-    new = Change(label, mixing.eta, mixing.alpha, mixing.alpha_tilde)
-    return [*kept, new][-REMEMBERED:]
+    return [*kept, Change(label, mixing)][-REMEMBERED:]
 
 
 class Course:
@@ -102,7 +92,7 @@ class Course:
         total = 0.0
         ends = [*(change.since for change in self.changes[1:]), math.inf]
         for change, until in zip(self.changes, ends, strict=True):
-            total += change.eta * max(min(end, until) - max(start, change.since), 0.0)
+            total += change.mixing.eta * max(min(end, until) - max(start, change.since), 0.0)
         return total
 
 

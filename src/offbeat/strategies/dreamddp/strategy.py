@@ -28,7 +28,7 @@ from offbeat.core.plan import Apply, Moment, Plan
 from offbeat.core.profile import Profile
 from offbeat.core.sim import predict_plan
 from offbeat.core.strategy.interface import Planned, Strategy, require_count
-from offbeat.strategies.averaging import Layerwise
+from offbeat.strategies.averaging import Layerwise, periods
 from offbeat.strategies.compressible import NONE, with_wires
 from offbeat.strategies.dreamddp.late import (
     Planning,
@@ -56,7 +56,6 @@ from offbeat.strategies.pieces import (
     partial_plan,
     whole_buckets,
 )
-from offbeat.strategies.suggestions import periods
 
 Due = Literal["end", "forward", "delayed"]
 
