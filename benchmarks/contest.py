@@ -83,13 +83,6 @@ def coverage_rate(profile: Profile) -> float:
     return communication_s / (profile.forward_s + profile.backward_s)
 
 
-def fifo(buckets: int, coverage: float, forward_share: float) -> DeFT:
-    """DeFT that sends as many buckets per iteration as the link carries meanwhile, in order."""
-    messages = max(1, int(buckets / max(coverage, 1.0)))
-    forward = round(messages * forward_share)
-    return DeFT(forward=forward, backward=messages - forward, preserver=False)
-
-
 def measure(contest: Contest, repetition: int) -> Repetition:
     """One launch in a fresh lab; exits with the log's end if it fails."""
     order = list(contest.contestants)[:: -1 if repetition % 2 else 1]

@@ -82,7 +82,7 @@ def show_decay() -> None:
             found["after"].append(follow(timeline, c, x).decay(begin))
             before = follow(timeline, c, x, exchange="before_mixing")
             found["before"].append(before.decay(begin))
-            found["plain"].append(follow(longer, c.as_ad_psgd(), x).decay(3 * begin))
+            found["plain"].append(follow(longer, ad_psgd(c), x).decay(3 * begin))
         five = (spread(slopes[: len(SEEDS)], 3, fmean) for slopes in found.values())
         twenty = ", ".join(f"{fmean(slopes):.3f}" for slopes in found.values())
         row(n, *five, c.lambda2, 2 * c.eta, twenty)
@@ -137,7 +137,7 @@ def a2cid2(name: str, n: int) -> float:
 
 def plain(name: str, n: int) -> float:
     rates, c = graph(name, n)
-    return by_events(rates, n, c.as_ad_psgd(), c.lambda2, range(3 if n < 256 else 1))
+    return by_events(rates, n, ad_psgd(c), c.lambda2, range(3 if n < 256 else 1))
 
 
 def rounds(name: str, n: int, accelerated: bool) -> float:
@@ -207,7 +207,7 @@ def show_rings() -> None:
     )
     for n in (4, 8, 16, 32, 64):
         rates, c = graph("ring", n)
-        both = [[trained(rates, one, n, seed) for seed in SEEDS] for one in (c, c.as_ad_psgd())]
+        both = [[trained(rates, one, n, seed) for seed in SEEDS] for one in (c, ad_psgd(c))]
         row(n, *(spread([found[k] for found in rows], 3, fmean) for k in (0, 1) for rows in both))
 
 
@@ -323,6 +323,11 @@ SHOWN = {
     "links": show_links,
     "speed": show_speed,
 }
+
+
+def ad_psgd(c: Constants) -> Constants:
+    """The constants of the same graph without momentum, with which x~ equals x."""
+    return replace(c, eta=0.0, alpha=0.5, alpha_tilde=0.5)
 
 
 def main() -> None:

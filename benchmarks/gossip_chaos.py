@@ -224,14 +224,14 @@ def _joined(
 
     try:
         about = {"layout": "", "strategy": "", "id": back}
-        welcome = get_place(through, SECRET, about, 1.0)
+        place = get_place(through, SECRET, about, 1.0)
     except RuntimeError as error:
         if any(words in str(error) for words in NO_TIME):
             pipe.send((None, None))
             return None, None
         raise
-    place, flat = welcome.place, welcome.luggage.view(torch.float32).clone()
-    worker = _worker(place.me, nx.Graph(place.first), flat, place.near, door, welcome, **settings)
+    flat = place.luggage.view(torch.float32).clone()
+    worker = _worker(place.me, nx.Graph(place.first), flat, place.near, door, place, **settings)
     worker.gossip.connect()
     worker.warm(UNIT_S)
     pipe.send((place.me, door.getsockname()))

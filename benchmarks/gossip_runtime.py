@@ -295,7 +295,7 @@ def _worker(
     flat: Any,
     addresses: Any,
     door: socket.socket,
-    welcome: Any = None,
+    place: Any = None,
     **settings: Any,
 ) -> _Worker:
     import torch
@@ -308,9 +308,9 @@ def _worker(
 
     wire, clock = Wire([flat]), Clock()
     state = State([flat], wire, AVERAGING)
-    if welcome is not None:
-        clock.ahead_s, clock.line = welcome.ahead_s, welcome.place.agreed.line
-        state.set_parameters([flat], clock.now())
+    if place is not None:
+        clock.ahead_s = place.ahead_s
+        state.set_parameters([flat], 0.0)
 
     def packed(t: float) -> torch.Tensor:
         with state.frozen_x(t) as (x,):
@@ -325,7 +325,7 @@ def _worker(
         SECRET,
         addresses,
         door,
-        place=None if welcome is None else welcome.place,
+        place=place,
         luggage=packed,
     )
     return _Worker(gossip, state, clock)
@@ -344,9 +344,7 @@ def _job(graph: Any, flats: list[Any], **settings: Any) -> list[_Worker]:
 
 def _cut(worker: _Worker) -> None:
     peers = worker.gossip._peers
-    worker.gossip._commands.append(
-        lambda: [peers.drop(n, "cut") for n in peers.reachable()] and None
-    )
+    worker.gossip._commands.append(lambda: [peers.drop(n) for n in peers.reachable()] and None)
     peers.wake()
 
 

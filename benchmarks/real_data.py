@@ -23,7 +23,7 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import fmean, median
 
-from contest import count, coverage_rate, fifo
+from contest import count, coverage_rate
 
 from offbeat import Profile, sim
 from offbeat.experiments.compare import compare
@@ -69,15 +69,6 @@ DELAYED = (
 )
 
 Table = dict[str, dict[str, list[float | None]]]  # label, column, one per seed
-
-
-def contestants(chosen: str, profile: Profile) -> tuple[Contestant, ...]:
-    """Those of a set; how many messages go first in, first out depends on the profile."""
-    if chosen == "periodic":
-        return PERIODIC
-    share = profile.forward_s / (profile.forward_s + profile.backward_s)
-    in_order = fifo(len(profile.buckets), coverage_rate(profile), share)
-    return (*DELAYED, Contestant("deft-fifo", in_order))
 
 
 def merged(profile: Profile) -> int:
@@ -231,7 +222,7 @@ def main() -> None:
     for seed in range(args.seeds):
         setup = replace(setup, seed=seed)
         directory = out / f"seed{seed}"
-        runs = [raced(setup, contestants(args.set, profile), path, directory)]
+        runs = [raced(setup, PERIODIC if args.set == "periodic" else DELAYED, path, directory)]
         if batches > 1:
             beside = directory.with_name(f"{directory.name}-no-sync")
             runs.append(raced_no_sync(setup, batches, path, beside))

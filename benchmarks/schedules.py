@@ -28,7 +28,6 @@ from contest import (
     Rows,
     arguments,
     coverage_rate,
-    fifo,
     hold,
     loop,
     message,
@@ -73,8 +72,8 @@ def layers(scale: float) -> tuple[Bucket, ...]:
     )
 
 
-def contestants(coverage: float) -> dict[str, Strategy]:
-    """All schedules; counted messages are as many as this coverage rate lets through."""
+def contestants() -> dict[str, Strategy]:
+    """All schedules."""
     return {
         "DDP, cap 25 MB (default)": DDP(),
         "DDP, cap 1 MB": DDP(1.0),
@@ -89,16 +88,13 @@ def contestants(coverage: float) -> dict[str, Strategy]:
         "DeFT, two links": DeFT(links="all", preserver=False),
         "DeFT (default links)": DeFT(preserver=False),
         "DeFT, greedy": DeFT(solver="greedy", preserver=False),
-        "DeFT, first in first out": fifo(
-            len(BUCKETS), coverage, FORWARD_S / (FORWARD_S + BACKWARD_S)
-        ),
         "BSP": BSP(),
     }
 
 
 def contest(rate_mbit: int, scale: float, iterations: int) -> Contest:
     """All contestants at one rate of the first link."""
-    entered = contestants(100 * scale / rate_mbit)
+    entered = contestants()
     links = (
         Link(name="net", rate=1e6 * rate_mbit),
         Link(name="second", rate=1e6 * rate_mbit * SECOND_LINK),

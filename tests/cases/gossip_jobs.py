@@ -130,13 +130,11 @@ def come(
     about = {"layout": layout, "strategy": strategy, "id": worker}
     door = workers[through].gossip
     address = door._neighbours.addresses[door.me]
-    welcome = get_place(address, secret, about, settings["timeout_s"])
-    place, clock = welcome.place, Clock(welcome.ahead_s)
-    wire = Wire([flat], "none", chunk_bytes, codec)
-    clock.follow(place.agreed.line)
+    place = get_place(address, secret, about, settings["timeout_s"])
+    clock, wire = Clock(place.ahead_s), Wire([flat], "none", chunk_bytes, codec)
     state, entrance = State([flat], wire, AVERAGING), open_listener("127.0.0.1", 16)
-    began = welcome.luggage.view(flat.dtype)
-    state.set_parameters([began], clock.now())
+    began = place.luggage.view(flat.dtype)
+    state.set_parameters([began], 0.0)
     made = Settings(nx.Graph(place.first), **settings)
     gossip = Gossip(
         place.me,
@@ -205,9 +203,7 @@ def kill(worker: Worker) -> None:
 def cut(worker: Worker) -> None:
     """Break all its connections, wherever an exchange is."""
     peers = worker.gossip._peers
-    worker.gossip._commands.append(
-        lambda: [peers.drop(p, "cut") for p in peers.reachable()] and None
-    )
+    worker.gossip._commands.append(lambda: [peers.drop(p) for p in peers.reachable()] and None)
     peers.wake()
 
 

@@ -202,7 +202,7 @@ def windows(world: list[Replica], plan: Any, _: Any) -> None:
 STRATEGIES: dict[str, tuple[Strategy, Equations]] = {
     "wfbp": (WFBP(), gradients_everywhere),  # gradients
     "halves": (DeAR(), gradients_everywhere),  # reduce-scatter and all-gather
-    "deft": (DeFT(forward=1, backward=1), windows),  # gradients of several iterations
+    "deft": (DeFT(), windows),  # gradients of several iterations
     "dreamddp": (DreamDDP(period=3), sets_average()),  # slices of parameters, before the step
     "dreamddp clipped": (DreamDDP(period=3, clip=0.3), clipped),  # norms of gradients
     "dreamddp delayed": (DreamDDP(period=3, due="delayed", average="before_update"), late_sets),

@@ -57,7 +57,7 @@ class Job:
 
     def client(self, rank: int, **options: Any) -> Client:
         servers = [(f"server {i}", address) for i, address in enumerate(self.addresses)]
-        options = {"timeout_s": 10.0, "beat_s": 0.2, "secret": SECRET, **options}
+        options = {"timeout_s": 10.0, "beat_s": 1.0, "secret": SECRET, **options}
         secret = options.pop("secret")
         return Client(self.layout, servers, rank, secret, **options)
 

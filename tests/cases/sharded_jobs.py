@@ -395,7 +395,7 @@ def unite(nodes: Shards) -> tuple[dict[str, Tensor], dict[str, Tensor], str]:
 SHARDED, REPLICATED = nodes_of(2, 2), ((0, 1), (2, 3))
 # An outer optimizer of shards, and slices of whole replicas: `KILLED`.
 SAVED: dict[str, tuple[str, Sequence[Sequence[int]]]] = {
-    "merged gradients": ("deft:forward=1:backward=1", SHARDED),
+    "merged gradients": ("deft", SHARDED),
     "slices": ("dreamddp:period=3:split=true", SHARDED),
 }
 

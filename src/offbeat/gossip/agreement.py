@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 import networkx as nx
 
 from offbeat.frames.frames import WireError
-from offbeat.gossip.clock import DRIFT, Clock, Line
-from offbeat.gossip.exchange import Counts
+from offbeat.gossip.clock import DRIFT, Line
 from offbeat.gossip.graphs import constants, edge_rates
 from offbeat.gossip.protocol import finite, parse_edges
-from offbeat.gossip.state import AVERAGING, Change, Mixing, State, changed
-from offbeat.gossip.view import Edge, View
+from offbeat.gossip.settings import Member
+from offbeat.gossip.state import AVERAGING, Change, Mixing, changed
+from offbeat.gossip.view import Edge
 
 PERIOD = 50.0  # units of time between two agreements
 MIN_EXCHANGES = 200  # least number of planned exchanges before the measured rate is used
@@ -78,7 +78,7 @@ class Agreement:
                 int(data["number"]),
                 int(data["leader"]),
                 Line(finite(since_s), finite(label), None if unit_s is None else finite(unit_s)),
-                tuple(Change(*map(finite, change)) for change in data["changes"]),
+                tuple(Change(finite(t), Mixing(*map(finite, m))) for t, m in data["changes"]),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise WireError(f"this agreement cannot be: {error}") from None
@@ -132,33 +132,18 @@ class Agreements:
     """Reports and agreements of a worker, in the gossip thread.
 
     Args:
-        agreed: first agreement.
-        rate: planned exchanges per worker and unit of time.
-        momentum: whether there is a second copy x~ (A2CiD2).
-        clock: common clock.
-        shared: parameters, whose constants change.
-        view: edges of the graph.
-        counts: exchanges of this worker.
+        member: this worker.
         then: called after each agreement.
 
     Attributes:
         agreed: newest agreement.
     """
 
-    def __init__(
-        self,
-        agreed: Agreement,
-        rate: float,
-        momentum: bool,
-        clock: Clock,
-        shared: State,
-        view: View,
-        counts: Counts,
-        then: Callable[[], None],
-    ):
-        self.agreed, self._rate, self._momentum = agreed, rate, momentum
-        self._clock, self._shared, self._view = clock, shared, view
-        self._counts, self._then = counts, then
+    def __init__(self, member: Member, then: Callable[[], None]):
+        self._clock, self._shared, self._view = member.clock, member.shared, member.view
+        self._rate, self._momentum = member.settings.rate, member.settings.momentum
+        self._counts, self._then = member.counts, then
+        self.agreed = Agreement(member.view.first)
         self._gradient_s, self._gradients = 0.0, 0
         self._reports: dict[int, Report] = {}  # for the next agreement, by worker
 

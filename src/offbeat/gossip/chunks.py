@@ -40,6 +40,8 @@ class Wire:
     Attributes:
         codec: codec of the changes; None if numbers are sent without codes.
         dtypes: data type of each flat tensor in a buffer.
+        keeps_differences: whether a buffer can hold differences of its numbers, and no anchors are
+            needed.
         sizes: number of elements of each flat tensor.
         chunks: all chunks, in the order in which they are sent.
     """
@@ -54,6 +56,7 @@ class Wire:
         self.codec = codec
         self.dtypes = [_wide_dtype(flat) if codec else _wire_dtype(flat, form) for flat in flats]
         grain = codec.grain if codec else 1
+        self.keeps_differences = codec is None and all(d.itemsize > 2 for d in self.dtypes)
         self.sizes = [flat.numel() for flat in flats]
         self.chunks: list[Chunk] = []
         for number, (dtype, size) in enumerate(zip(self.dtypes, self.sizes, strict=True)):
@@ -68,11 +71,6 @@ class Wire:
             torch.empty(size, dtype=dtype, device="cpu")
             for size, dtype in zip(self.sizes, self.dtypes, strict=True)
         ]
-
-    @property
-    def keeps_differences(self) -> bool:
-        """Whether a buffer can hold differences of its numbers, and no anchors are needed."""
-        return self.codec is None and all(dtype.itemsize > 2 for dtype in self.dtypes)
 
     def view(self, buffers: Sequence[Tensor], number: int) -> Tensor:
         """Return one chunk in the buffers."""

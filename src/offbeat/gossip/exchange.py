@@ -235,8 +235,9 @@ class Exchanges:
 
     def _revert(self, one: Exchange, count: int) -> None:
         """Revert the first `count` chunks of an exchange."""
-        differences = (one.difference(self.wire, number) for number in range(count))
-        self._state.revert(differences, one.t, one.mixing)
+        for number in range(count):
+            m = one.difference(self.wire, number)
+            self._state.apply(number, m, one.t, one.mixing, reverts=True)
 
     def _new_buffers(self) -> Buffers:
         return self.wire.buffers(), [] if self.wire.codec is None else self.wire.buffers()

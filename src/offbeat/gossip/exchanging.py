@@ -7,50 +7,43 @@ the rate of the edge.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from offbeat.frames.frames import Frame, Header, WireError
 from offbeat.gossip.anchors import NEVER
-from offbeat.gossip.clock import Clock
-from offbeat.gossip.exchange import Counts, ExchangeRecord, Exchanges
+from offbeat.gossip.chunks import Wire
+from offbeat.gossip.exchange import ExchangeRecord, Exchanges
 from offbeat.gossip.pairing import Action, Begin, Pairing, Requests
+from offbeat.gossip.peers import Peers
 from offbeat.gossip.protocol import Kind, finite
-from offbeat.gossip.state import Course, Mixing
-
-Send = Callable[..., None]
+from offbeat.gossip.settings import Member
+from offbeat.gossip.state import Mixing
 
 
 class Exchanging:
     """Requests, pairing and transfers of one worker.
 
     Args:
-        clock: common clock.
-        course: history of the mixing constants.
+        member: this worker.
+        wire: chunks of the parameters.
+        peers: connections.
+
+    Attributes:
         exchanges: exchanges of the worker.
-        counts: their counts.
         pairing: pairing with the neighbours.
         requests: random requests.
-        send: sends a frame to a neighbour.
-        send_later: sends a chunk, and calls a function once all earlier frames are sent.
+        next_at: label of the next request; None to draw it anew.
     """
 
-    def __init__(
-        self,
-        clock: Clock,
-        course: Course,
-        exchanges: Exchanges,
-        counts: Counts,
-        pairing: Pairing,
-        requests: Requests,
-        send: Send,
-        send_later: Send,
-    ):
-        self.clock, self._course, self._counts = clock, course, counts
-        self.exchanges, self.pairing, self.requests = exchanges, pairing, requests
-        self._send, self._send_later = send, send_later
-        self.next_at: float | None = None  # label of the next request
+    def __init__(self, member: Member, wire: Wire, peers: Peers):
+        self._clock, self._course = member.clock, member.shared.course
+        self._counts, self._peers = member.counts, peers
+        self.exchanges = Exchanges(member.shared, wire)
+        self.pairing = Pairing(member.view.me, set())
+        self.requests = Requests(member.view.me, {}, member.settings.seed)
+        self.next_at: float | None = None
         # accepted exchanges: label, number, whether coded
         self._accepted: dict[int, tuple[float, int, bool]] = {}
 
@@ -67,9 +60,9 @@ class Exchanging:
 
     def request_due(self) -> None:
         """Request all exchanges that are due."""
-        if self.clock.unit_s is None:
+        if self._clock.unit_s is None:
             return
-        now = self.clock.now()
+        now = self._clock.now()
         if self.next_at is None:
             self.next_at = now + self.requests.wait()
         while self.next_at <= now:
@@ -88,13 +81,13 @@ class Exchanging:
             about: dict[str, Any] = {}
             if act.word is Kind.ASK:
                 anchored = self.exchanges.anchor_number(act.to)
-                about["meta"] = {"t": self.clock.now(), "anchored": anchored}
+                about["meta"] = {"t": self._clock.now(), "anchored": anchored}
             elif act.word is Kind.YES:
                 t, about["clock"], coded = self._accepted[act.to]
                 mixing = self._course.mixing_at(t)
                 alphas = {"alpha": mixing.alpha, "alpha_tilde": mixing.alpha_tilde}
                 about["meta"] = {"t": t, "coded": coded, **alphas}
-            self._send(act.to, act.word, **about)
+            self._peers.send(act.to, act.word, **about)
 
     # ---- frames -----------------------------------------------------------------------------
 
@@ -102,7 +95,7 @@ class Exchanging:
         """Process a request of an exchange, or an answer to one."""
         word, meta = frame.header.kind, frame.meta
         if word is Kind.ASK:
-            t = max(finite(meta.get("t")), self.clock.now())
+            t = max(finite(meta.get("t")), self._clock.now())
             coded = meta.get("anchored") == self.exchanges.anchor_number(peer) != NEVER
             self._accepted[peer] = t, self.exchanges.next_number(peer), coded
         try:
@@ -131,7 +124,7 @@ class Exchanging:
         """Apply a chunk that has arrived."""
         if self.exchanges.apply_chunk():
             assert self.exchanges.now is not None
-            self._send(peer, Kind.WHOLE, clock=self.exchanges.now.number)
+            self._peers.send(peer, Kind.WHOLE, clock=self.exchanges.now.number)
             self._end_if_complete()
 
     def on_whole(self, peer: int, number: int) -> None:
@@ -154,7 +147,7 @@ class Exchanging:
         one.began_s = time.perf_counter()
         for chunk in range(len(exchanges.wire.chunks)):
             data, note = exchanges.data(chunk), partial(exchanges.note_sent, one, chunk)
-            self._send_later(partner, Kind.CHUNK, data, note, shard=chunk, clock=number)
+            self._peers.send_later(partner, Kind.CHUNK, data, note, shard=chunk, clock=number)
 
     def _end_if_complete(self) -> None:
         one, exchanges = self.exchanges.now, self.exchanges

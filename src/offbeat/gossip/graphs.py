@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import cast
 
 import networkx as nx
@@ -23,15 +23,13 @@ MOST_TRIES = 100  # largest number of attempts to generate a connected random re
 # --- topologies ----------------------------------------------------------------------------------
 
 
-def topology(
-    name_or_graph: str | nx.Graph | Iterable[Sequence[int]], n: int, *, seed: int = 0
-) -> nx.Graph:
+def topology(name_or_edges: str | Iterable[Sequence[int]], n: int, *, seed: int = 0) -> nx.Graph:
     """Return a connected graph of the workers 0..n-1.
 
     Args:
-        name_or_graph: complete, ring, star (worker 0 in the middle), exponential (i and i +- 2^k),
+        name_or_edges: complete, ring, star (worker 0 in the middle), exponential (i and i +- 2^k),
             torus, random-regular or random-regular:DEGREE; or edges as pairs or as text
-            ("0-1,1-2"); or a networkx graph.
+            ("0-1,1-2").
         n: number of workers.
         seed: seed of a random regular graph.
 
@@ -40,14 +38,12 @@ def topology(
     """
     if n < 2:
         raise ValueError(f"workers ({n}) must be at least 2; one alone has nobody to gossip with")
-    if isinstance(name_or_graph, nx.Graph):
-        graph = _copy_graph(name_or_graph)
-    elif not isinstance(name_or_graph, str):
-        graph = _graph_from_edges(name_or_graph)
-    elif name_or_graph[:1].isdigit():
-        graph = _graph_from_edges(_parse_pairs(name_or_graph))
+    if not isinstance(name_or_edges, str):
+        graph = _graph_from_edges(name_or_edges)
+    elif name_or_edges[:1].isdigit():
+        graph = _graph_from_edges(_parse_pairs(name_or_edges))
     else:
-        graph = _named_graph(name_or_graph, n, seed)
+        graph = _named_graph(name_or_edges, n, seed)
     graph.add_nodes_from(range(n))
     _check(graph, n)
     return graph
@@ -59,9 +55,7 @@ def _named_graph(text: str, n: int, seed: int) -> nx.Graph:
         return _random_regular(degree if colon else None, n, seed)
     if text not in NAMED:
         known = ", ".join([*NAMED, "random-regular[:DEGREE]"])
-        measured = ""
-        if text == "measured":
-            measured = "; measured needs the links of a job"
+        measured = "; measured needs the links of a job" * (text == "measured")
         raise ValueError(
             f"topology ({text!r}) must be one of {known}, or edges as in 0-1,1-2{measured}"
         )
@@ -150,18 +144,6 @@ def _graph_from_edges(edges: Iterable[Sequence[int]]) -> nx.Graph:
     return made
 
 
-def _copy_graph(graph: nx.Graph) -> nx.Graph:
-    if graph.is_directed() or graph.is_multigraph():
-        raise ValueError(
-            f"topology ({type(graph).__name__}) must be a simple undirected graph, as an exchange "
-            "goes both ways; use nx.Graph(graph)"
-        )
-    made = nx.Graph()
-    made.add_nodes_from(graph.nodes)
-    made.add_edges_from(graph.edges)
-    return made
-
-
 def _check(graph: nx.Graph, n: int) -> None:
     strangers = [node for node in graph.nodes if node not in range(n)]
     if strangers:
@@ -225,12 +207,6 @@ class Constants:
     eta: float
     alpha: float
     alpha_tilde: float
-
-    def as_ad_psgd(self) -> Constants:
-        """Return the constants of the same graph without momentum (AD-PSGD), with which x~ equals
-        x.
-        """
-        return replace(self, eta=0.0, alpha=0.5, alpha_tilde=0.5)
 
 
 def edge_rates(graph: nx.Graph, rate: float = 1.0) -> dict[Edge, float]:

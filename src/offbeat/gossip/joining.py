@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable, Sequence, Set
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,14 +21,12 @@ from offbeat.core.buckets.flat import memory_of
 from offbeat.frames.connection import Connection
 from offbeat.frames.frames import Frame, Header, WireError, pack
 from offbeat.frames.secret import VARIABLE as SECRET
-from offbeat.gossip.agreement import Agreement, Agreements
-from offbeat.gossip.clock import Clock, RoundTrip, offset_s
+from offbeat.gossip.clock import RoundTrip, offset_s
 from offbeat.gossip.neighbours import ANOTHER_MODEL, Neighbours
-from offbeat.gossip.peers import Address, Peers
+from offbeat.gossip.peers import Address
 from offbeat.gossip.protocol import Kind, ids_text, parse_edges
-from offbeat.gossip.settings import Settings
-from offbeat.gossip.tree_reductions import TreeReductions
-from offbeat.gossip.view import Edge, Known, View
+from offbeat.gossip.settings import Member
+from offbeat.gossip.view import Edge
 
 NO_ID = 0xFFFF  # sender id of a worker without an id
 TRIPS = 8  # round trips to measure the clock offset
@@ -44,87 +42,47 @@ class Place:
     Attributes:
         me: id of the joining worker.
         first: initial edges of the job.
-        known: edges that have changed since.
         near: addresses of the neighbours.
-        agreed: current agreement.
+        news: all that the admitting worker knows of the job.
         held: number of completed reductions.
-    """
-
-    me: int
-    first: list[Edge]
-    known: list[Known]
-    near: dict[int, Address]
-    agreed: Agreement
-    held: int
-
-    def pack(self) -> dict[str, Any]:
-        """Return the place as JSON data."""
-        near = {str(peer): address for peer, address in self.near.items()}
-        return {**asdict(self), "near": near}
-
-    @staticmethod
-    def unpack(data: dict[str, Any]) -> Place:
-        """Return the place from JSON data. Raise WireError if the data is invalid."""
-        try:
-            return Place(
-                int(data["me"]),
-                parse_edges(data["first"]),
-                [tuple(known) for known in data["known"]],
-                {int(peer): (str(host), int(port)) for peer, (host, port) in data["near"].items()},
-                Agreement.unpack(data["agreed"]),
-                int(data["held"]),
-            )
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise WireError(f"the place that was given cannot be: {error}") from None
-
-
-@dataclass(frozen=True)
-class Welcome:
-    """Answer to a joining worker.
-
-    Attributes:
-        place: place in the job.
         ahead_s: seconds by which the common clock is ahead of the local clock.
         luggage: initial state of the joining worker.
     """
 
-    place: Place
+    me: int
+    first: list[Edge]
+    near: dict[int, Address]
+    news: dict[str, Any]
+    held: int
     ahead_s: float
     luggage: Tensor
+
+    @staticmethod
+    def unpack(data: dict[str, Any], ahead_s: float, luggage: Tensor) -> Place:
+        """Return the place of a WELCOME frame. Raise WireError if the data is invalid."""
+        try:
+            near = {
+                int(peer): (str(host), int(port)) for peer, (host, port) in data["near"].items()
+            }
+            first, held = parse_edges(data["first"]), int(data["held"])
+            return Place(int(data["me"]), first, near, data, held, ahead_s, luggage)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise WireError(f"the place that was given cannot be: {error}") from None
 
 
 class Admission:
     """Answers of a worker to those that want to join, and the wait for those that may.
 
     Args:
-        settings: settings of the job.
-        first: initial edges of the job.
-        clock: common clock.
-        view: edges of the graph.
-        peers: connections.
-        neighbours: neighbours, which expect joining workers.
-        agreements: agreements of the job.
-        reductions: reductions of the job.
+        member: this worker.
+        neighbours: its neighbours, which expect joining workers.
         luggage: callable that returns the initial state for a joining worker, mixed up to a label.
-        warn: called with notices for the user.
     """
 
     def __init__(
-        self,
-        settings: Settings,
-        first: Sequence[Edge],
-        clock: Clock,
-        view: View,
-        peers: Peers,
-        neighbours: Neighbours,
-        agreements: Agreements,
-        reductions: TreeReductions,
-        luggage: Callable[[float], Tensor],
-        warn: Callable[[str], None],
-    ):
-        self._settings, self._first, self._clock, self._view = settings, list(first), clock, view
-        self._peers, self._neighbours, self._agreements = peers, neighbours, agreements
-        self._reductions, self._luggage, self._warn = reductions, luggage, warn
+        self, member: Member, neighbours: Neighbours, luggage: Callable[[float], Tensor]
+    ) -> None:
+        self._member, self._neighbours, self._luggage = member, neighbours, luggage
         self._postponed: list[Callable[[], None]] = []
 
     @property
@@ -141,18 +99,20 @@ class Admission:
     def give_up_lost(self) -> None:
         """Give up joining workers that have not connected within `silent_s` seconds."""
         now, joining = time.monotonic(), self._neighbours.joining
-        for worker in [w for w, at in joining.items() if now - at > self._settings.silent_s]:
+        silent_s = self._member.settings.silent_s
+        for worker in [w for w, at in joining.items() if now - at > silent_s]:
             del joining[worker]
-            self._warn(f"worker {worker} was given a place, but has not come")
+            self._member.warn(f"worker {worker} was given a place, but has not come")
         while self._postponed and not joining:
             self._postponed.pop(0)()
 
-    def answer(self, frame: Frame[Kind], *, busy: bool) -> tuple[bytes, memoryview | None]:
+    def answer(self, frame: Frame[Kind]) -> tuple[bytes, memoryview | None]:
         """Return the answer to a worker that is not a neighbour. Raise WireError to refuse it."""
-        me = self._view.me
+        clock, me = self._member.clock, self._member.view.me
         if frame.header.kind is Kind.TIME:
-            return pack(Kind.TIME, me, meta={"now_s": self._clock.common_s()}), None
-        if busy or self._postponed or self._clock.unit_s is None:
+            return pack(Kind.TIME, me, meta={"now_s": clock.common_s()}), None
+        paused = self._neighbours.exchanging.pairing.paused
+        if paused or self._member.consolidates or self._postponed or clock.unit_s is None:
             return pack(Kind.LATER, me), None
         return self._admit(frame.meta)
 
@@ -162,66 +122,50 @@ class Admission:
         Raises:
             WireError: model or strategy differ, or the requested id is not available.
         """
-        settings, view, me = self._settings, self._view, self._view.me
+        settings, view, neighbours = self._member.settings, self._member.view, self._neighbours
         if request.get("layout") != settings.layout:
             raise WireError(ANOTHER_MODEL)
         if request.get("strategy") != settings.strategy:
             raise WireError(f"its strategy ({request.get('strategy')}) must be {settings.strategy}")
-        addresses, former = self._neighbours.addresses, request.get("id")
-        reachable = self._peers.reachable()
-        worker, around = assign_id(me, former, view, self._first, set(addresses), reachable)
-        self._neighbours.publish(view.add_worker(worker, around))
-        if me in around:
-            self._peers.expect(worker)
-            self._neighbours.joining[worker] = time.monotonic()
-        body = self._luggage(self._clock.now())
-        near = {peer: addresses[peer] for peer in around}
-        known, held = view.changed_edges(), self._reductions.held
-        place = Place(worker, self._first, known, near, self._agreements.agreed, held)
-        head = pack(Kind.WELCOME, me, meta=place.pack(), body_bytes=len(body))
-        return head, memory_of(body)
+        worker, around = self._assign_id(request.get("id"))
+        neighbours.publish(view.add_worker(worker, around))
+        if view.me in around:
+            neighbours.peers.expect(worker)
+            neighbours.joining[worker] = time.monotonic()
+        body = self._luggage(self._member.clock.now())
+        near = {str(peer): neighbours.addresses[peer] for peer in around}
+        place = {"me": worker, "first": view.first, "near": near, **neighbours.knowledge()}
+        return pack(Kind.WELCOME, view.me, meta=place, body_bytes=len(body)), memory_of(body)
+
+    def _assign_id(self, former: Any) -> tuple[int, list[int]]:
+        """Return the id and the neighbours of a joining worker.
+
+        A returning worker keeps its former neighbours that are still members. A new worker receives
+        the neighbours of this worker. Both become neighbours of this worker.
+
+        Args:
+            former: former id of a returning worker; None for a new one.
+
+        Raises:
+            WireError: the id is not available, or this worker has joined itself.
+        """
+        view, me = self._member.view, self._member.view.me
+        members, workers = view.members(), view.workers
+        if former is not None:
+            if former not in workers or former in members:
+                why = "there already" if former in members else f"none of {ids_text(workers)}"
+                raise WireError(f"worker {former!r} is {why}")
+            known = set(members) & set(self._neighbours.addresses)
+            return former, sorted(known & set(view.neighbours_of(former)) | {me})
+        count = 1 + max(end for edge in view.first for end in edge)
+        if me >= count:
+            raise WireError(f"worker {me} has joined itself; ask one of 0 to {count - 1}")
+        # Ids are unique even if two workers accept joining workers at the same time.
+        worker = workers[-1] + 1 + (me - workers[-1] - 1) % count
+        return worker, sorted([me, *self._neighbours.peers.reachable()])
 
 
-def assign_id(
-    me: int,
-    former: Any,
-    view: View,
-    first_edges: Sequence[Edge],
-    addresses: Set[int],
-    reachable: Sequence[int],
-) -> tuple[int, list[int]]:
-    """Return the id and the neighbours of a joining worker.
-
-    A returning worker keeps its former neighbours that are still members. A new worker receives the
-    neighbours of the admitting worker. Both become neighbours of that worker.
-
-    Args:
-        me: id of the admitting worker.
-        former: former id of a returning worker; None for a new one.
-        view: view of the admitting worker.
-        first_edges: edges of the initial graph.
-        addresses: workers with known addresses.
-        reachable: connected neighbours of the admitting worker.
-
-    Raises:
-        WireError: the id is not available, or the admitting worker has joined itself.
-    """
-    members, workers = view.members(), view.workers
-    if former is not None:
-        if former not in workers or former in members:
-            why = "there already" if former in members else f"none of {ids_text(workers)}"
-            raise WireError(f"worker {former!r} is {why}")
-        known = set(members) & addresses
-        return former, sorted(known & set(view.neighbours_of(former)) | {me})
-    count = 1 + max(end for edge in first_edges for end in edge)
-    if me >= count:
-        raise WireError(f"worker {me} has joined itself; ask one of 0 to {count - 1}")
-    # Ids are unique even if two workers accept joining workers at the same time.
-    worker = workers[-1] + 1 + (me - workers[-1] - 1) % count
-    return worker, sorted([me, *reachable])
-
-
-def get_place(address: Address, secret: bytes, about: dict[str, Any], limit_s: float) -> Welcome:
+def get_place(address: Address, secret: bytes, about: dict[str, Any], limit_s: float) -> Place:
     """Return a place in the job of the worker at an address. Repeat the request while that worker
     is busy.
 
@@ -239,24 +183,23 @@ def get_place(address: Address, secret: bytes, about: dict[str, Any], limit_s: f
         with socket.create_connection(address, timeout=min(limit_s, GREETING_S)) as sock:
             connection = Connection(sock, Kind, _room, secret, connects=True)
             trips = [_round_trip(connection, min(limit_s, GREETING_S)) for _ in range(TRIPS)]
-            while True:
-                answer = _request(connection, Kind.JOIN, about, limit_s)
-                if answer.header.kind is not Kind.LATER:
-                    break
+            answer = _request(connection, Kind.JOIN, about, limit_s)
+            while answer.header.kind is Kind.LATER:
                 if time.monotonic() > end:
                     raise RuntimeError(
                         f"the worker at {where} had no time within {limit_s:g} s: it consolidates, "
                         "or has not trained yet; ask another one"
                     )
                 time.sleep(AGAIN_S)
+                answer = _request(connection, Kind.JOIN, about, limit_s)
+        if answer.header.kind is not Kind.WELCOME:
+            raise RuntimeError(f"the worker at {where} refuses: {answer.meta.get('why')}")
+        return Place.unpack(answer.meta, offset_s(trips), answer.body)
     except (OSError, WireError) as error:
         raise RuntimeError(
             f"the worker at {where} cannot be joined: {error}; is it the address of a worker that "
             f"gossips, and {SECRET} the job's?"
         ) from error
-    if answer.header.kind is not Kind.WELCOME:
-        raise RuntimeError(f"the worker at {where} refuses: {answer.meta.get('why')}")
-    return Welcome(Place.unpack(answer.meta), offset_s(trips), answer.body)
 
 
 def _round_trip(connection: Connection[Kind], limit_s: float) -> RoundTrip:

@@ -20,7 +20,7 @@ from offbeat.frames.frames import Frame, Header, WireError, pack
 from offbeat.gossip.protocol import Kind
 
 if TYPE_CHECKING:
-    from offbeat.gossip.worker import Gossip
+    from offbeat.gossip.neighbours import Neighbours
 
 RETRY_S = 0.3  # seconds between two attempts to connect; grows with each attempt
 MAX_RETRY_S = 5.0
@@ -53,10 +53,16 @@ class Peers(ConnectionLoop[_Peer]):
         neighbours: addresses of the neighbours.
         door: socket on which neighbours connect to this worker.
         silent_s: seconds without a frame after which a connection is closed.
-        gossip: receiver of frames and of events of the connections.
         joins: whether this worker joins a running job. It then connects to all neighbours, because
             its address is unknown to them.
+
+    Attributes:
+        receiver: receives frames and events of the connections.
+        answer: returns the answer to a worker that is not a neighbour, or raises WireError.
     """
+
+    receiver: Neighbours
+    answer: Callable[[Frame[Kind]], tuple[bytes, memoryview | None]]
 
     def __init__(
         self,
@@ -65,13 +71,12 @@ class Peers(ConnectionLoop[_Peer]):
         neighbours: Mapping[int, Address],
         door: socket.socket,
         silent_s: float,
-        gossip: Gossip,
         *,
         joins: bool = False,
     ):
         super().__init__(me, door)
         self._secret, self._silent_s = secret, silent_s
-        self._addresses, self._gossip = dict(neighbours), gossip
+        self._addresses = dict(neighbours)
         self._connections: dict[int, _Peer] = {}  # connections of neighbours, by id
         self._pending: set[_Peer] = set()  # connections without a HELLO
         self._tries = dict.fromkeys(neighbours, 0)
@@ -119,10 +124,10 @@ class Peers(ConnectionLoop[_Peer]):
         """Return the connected neighbours."""
         return list(self._connections)
 
-    def drop(self, peer: int, why: str) -> None:
+    def drop(self, peer: int) -> None:
         """Close the connection to a neighbour."""
         if peer in self._connections:
-            self._disconnect(self._connections[peer], why)
+            self._disconnect(self._connections[peer])
 
     def expect(self, peer: int, address: Address | None = None) -> None:
         """Accept connections of a neighbour, and store its new address."""
@@ -157,8 +162,7 @@ class Peers(ConnectionLoop[_Peer]):
     def _on_accept(self, sock: socket.socket) -> None:
         self._add(sock, None)
         if len(self._pending) > MAX_PENDING:
-            oldest = min(self._pending, key=lambda line: line.connection.sent_s)
-            self._disconnect(oldest, "too many strangers")
+            self._disconnect(min(self._pending, key=lambda line: line.connection.sent_s))
 
     def _connect(self, peer: int) -> None:
         self._tries[peer] += 1
@@ -191,13 +195,10 @@ class Peers(ConnectionLoop[_Peer]):
     def _on_invalid_frame(self, peer: _Peer, error: WireError) -> None:
         with suppress(OSError):
             peer.connection.sock.send(pack(Kind.REFUSED, self.me, meta={"why": str(error)}))
-        self._disconnect(peer, str(error))
+        self._disconnect(peer)
 
     def _on_connection_error(self, peer: _Peer, error: OSError) -> None:
-        self._disconnect(peer, str(error) or "the connection broke")
-
-    def _is_identified(self, line: _Peer) -> bool:
-        return line.peer is not None and self._connections.get(line.peer) is line
+        self._disconnect(peer)
 
     def _on_frame(self, peer: _Peer, frame: Frame[Kind]) -> None:
         if frame.header.kind is Kind.REFUSED:
@@ -205,19 +206,18 @@ class Peers(ConnectionLoop[_Peer]):
         if peer in self._pending:
             self._introduce(peer, frame)
         else:
-            self._gossip.on_frame(frame.header.rank, frame)
+            self.receiver.on_frame(frame.header.rank, frame)
 
     def _hello(self, peer: int) -> bytes:
-        return pack(Kind.HELLO, self.me, meta=self._gossip.hello(peer))
+        return pack(Kind.HELLO, self.me, meta=self.receiver.hello(peer))
 
     def _introduce(self, line: _Peer, frame: Frame[Kind]) -> None:
         """Process the first frame: a HELLO, or the request of a worker that is not a neighbour."""
         peer = frame.header.rank
         if frame.header.kind in STRANGER_KINDS:
-            line.connection.send(*self._gossip.answer_stranger(frame))
+            line.connection.send(*self.answer(frame))
             return
-        if peer in self._connections:
-            self._disconnect(self._connections[peer], "it has connected anew")
+        self.drop(peer)
         if line.peer is None:
             line.connection.send(self._hello(peer))
         self._pending.discard(line)
@@ -226,7 +226,7 @@ class Peers(ConnectionLoop[_Peer]):
             self._retry_at_s.pop(peer, None)
         else:  # also a worker that has come back with an edge to this one
             self._retry_at_s.setdefault(peer, 0.0)
-        self._gossip.on_connect(peer, frame.meta)
+        self.receiver.on_connect(peer, frame.meta)
 
     def _buffer(self, line: _Peer, header: Header[Kind]) -> tuple[Any, memoryview]:
         if line in self._pending:
@@ -241,21 +241,19 @@ class Peers(ConnectionLoop[_Peer]):
             raise WireError(f"worker ({header.rank}) must be {line.peer}")
         if header.kind is Kind.HELLO:
             raise WireError("HELLO is not expected now")
-        return self._gossip.body_buffer(header.rank, header)
+        return self.receiver.body_buffer(header.rank, header)
 
     # ---- closed connections -----------------------------------------------------------------
 
-    def _disconnect(self, line: _Peer, why: str) -> None:
-        known = self._is_identified(line)
-        if not known and line not in self._pending:
+    def _disconnect(self, line: _Peer) -> None:
+        if line not in self._peers:
             return
         self._pending.discard(line)
         self._drop(line)
         self._sent_before += line.connection.bytes_sent
-        if known:
-            assert line.peer is not None
+        if line.peer is not None and self._connections.get(line.peer) is line:
             del self._connections[line.peer]
-            self._gossip.on_disconnect(line.peer, why)
+            self.receiver.on_disconnect(line.peer)
 
     def _due_s(self) -> float:
         """Return the seconds until the next heartbeat, timeout or connection attempt."""
@@ -274,12 +272,12 @@ class Peers(ConnectionLoop[_Peer]):
         for peer, line in list(self._connections.items()):
             connection = line.connection
             if now - connection.received_s > self._silent_s:
-                self._disconnect(line, f"it has been silent for {self._silent_s:g} s")
+                self._disconnect(line)
             elif connection.idle and now - connection.sent_s >= self._silent_s / HEARTBEATS:
                 self.send(peer, Kind.BEAT)
         for line in list(self._pending):
             if now - line.connection.sent_s > self._silent_s:
-                self._disconnect(line, "it has not said who it is")
+                self._disconnect(line)
         for peer, at in list(self._retry_at_s.items()):
             if now >= at and not self._has_connection(peer):
                 self._connect(peer)

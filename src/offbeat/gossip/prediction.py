@@ -99,62 +99,33 @@ def _trace(
 
 
 def _notes(strategy: Gossip, profile: Profile, ranks: Ranks, seed: int) -> dict[str, Any]:
-    """Return the number of workers and, for at least two, the simulated exchanges."""
-    workers = profile.world_size
-    said = {"gossip": pair_stats(strategy, profile, ranks, seed)} if workers > 1 else {}
-    return {"ranks": workers, **said}
-
-
-def pair_stats(strategy: Gossip, profile: Profile, ranks: Ranks, seed: int = 0) -> dict[str, Any]:
-    """Return the exchanges of each pair, and gradients and exchanges of the last units, as JSON
-    data.
+    """Return the number of workers and, for at least two, the simulated exchanges of each pair, and
+    gradients and exchanges of the last units, as JSON data.
 
     Raises:
         ValueError: the topology does not fit the number of workers.
     """
-    timeline = simulate_strategy(
-        strategy, profile, ranks, units=UNITS, gradients=MOST_GRADIENTS, seed=seed
-    )
-    return _as_json(timeline, message_bytes(strategy, profile))
-
-
-def simulate_strategy(
-    strategy: Gossip,
-    profile: Profile,
-    ranks: Ranks,
-    *,
-    units: float = math.inf,
-    gradients: float = math.inf,
-    seed: int = 0,
-) -> Timeline:
-    """Simulate the gradients and exchanges of a strategy; see `offbeat.gossip.simulation.simulate`.
-
-    Raises:
-        ValueError: the topology does not fit the number of workers.
-    """
+    if profile.world_size == 1:
+        return {"ranks": 1}
     size_bytes, server = message_bytes(strategy, profile), server_of(profile, 1, ranks)
-    return simulate(
-        edge_rates(graph_of(strategy, server, size_bytes), strategy.rate),
-        _workers(profile, ranks),
+    gradient_s = [profile.compute_s * scale for scale in ranks.compute_scale(profile)]
+    timeline = simulate(
+        edge_rates(_graph_of(strategy, server, size_bytes), strategy.rate),
+        Workers(gradient_s, fmean(ranks.jitters(profile) or [0.0])),
         Network(
             size_bytes,
             server.exchange_caps,
             delay_s=server.latency_s,
             coding_s=_coding_s(strategy, profile),
         ),
-        units=units,
-        gradients=gradients,
+        units=UNITS,
+        gradients=MOST_GRADIENTS,
         seed=seed,
     )
+    return {"ranks": profile.world_size, "gossip": _as_json(timeline, size_bytes)}
 
 
-def _workers(profile: Profile, ranks: Ranks) -> Workers:
-    compute_s = profile.compute_s
-    gradient_s = [compute_s * scale for scale in ranks.compute_scale(profile)]
-    return Workers(gradient_s, fmean(ranks.jitters(profile) or [0.0]))
-
-
-def graph_of(strategy: Gossip, server: Server, size_bytes: int) -> nx.Graph:
+def _graph_of(strategy: Gossip, server: Server, size_bytes: int) -> nx.Graph:
     """Return the graph of the topology. A measured topology is computed from the links of the
     workers, because a profile contains no links of pairs.
     """

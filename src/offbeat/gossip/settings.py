@@ -1,12 +1,17 @@
-"""Settings of a gossip job."""
+"""Settings of a gossip job, and what the parts of a worker share."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import dataclass, field
 
 import networkx as nx
 
+from offbeat.gossip.clock import Clock
+from offbeat.gossip.exchange import Counts
 from offbeat.gossip.partitions import OnPartition
+from offbeat.gossip.state import State
+from offbeat.gossip.view import View
 
 
 @dataclass(frozen=True)
@@ -34,3 +39,32 @@ class Settings:
     layout: str = ""
     strategy: str = ""
     seed: int = 0
+
+
+@dataclass
+class Member:
+    """What the parts of a worker share.
+
+    Attributes:
+        settings: settings of the job.
+        clock: common clock.
+        shared: parameters, shared with the training thread.
+        view: edges of the graph.
+        has_joined: whether this worker has joined a running job.
+        consolidates: whether workers that want to join must wait.
+        counts: exchanges so far.
+        notices: notices for the user.
+    """
+
+    settings: Settings
+    clock: Clock
+    shared: State
+    view: View
+    has_joined: bool = False
+    consolidates: bool = False
+    counts: Counts = field(default_factory=Counts)
+    notices: deque[str] = field(default_factory=deque)
+
+    def warn(self, words: str) -> None:
+        """Add a notice for the user."""
+        self.notices.append(f"worker {self.view.me}: {words}")

@@ -37,8 +37,6 @@ from offbeat.gossip.state import AVERAGING, State
 from offbeat.gossip.strategies import Gossip as GossipStrategy
 from offbeat.gossip.worker import Gossip
 
-MANY_NEIGHBOURS = 4  # largest number of neighbours without a message on the memory of anchors
-
 
 def join(
     model: nn.Module,
@@ -61,7 +59,7 @@ def join(
         return own
     if control.world_size == 1:
         return own
-    graph = _graph(strategy, control, own.message_bytes)
+    graph = _graph(strategy, control, own.wire.bytes)
     own.clock = Clock(ahead_s(control))
     entrance = open_listener(cluster.own_address, 2 * control.world_size)
     everyone, secret = common_secret(entrance.getsockname()[:2], 0, control)
@@ -139,11 +137,6 @@ class GossipSetup:
             device=cluster.device,
         )
 
-    @property
-    def message_bytes(self) -> int:
-        """Return the bytes of an exchange in each direction."""
-        return self.wire.bytes
-
     def begin(
         self,
         me: int,
@@ -177,26 +170,11 @@ class GossipSetup:
             place=place,
             luggage=self._pack_state,
         )
-        # only the worker with the most neighbours prints the message
-        most = max(sorted(graph), key=graph.degree)
-        if place or me == most:
-            self._report_memory(len(place.near if place else graph.adj[me]))
         try:
             self.gossip.connect()
         except BaseException:
             self.gossip.close()
             raise
-
-    def _report_memory(self, neighbours: int) -> None:
-        """Print the memory of the anchors if there are many neighbours."""
-        if self.wire.codec is not None and neighbours > MANY_NEIGHBOURS:
-            most = 2 * neighbours * self.wire.plain_bytes
-            text = (
-                f"wire={self._strategy.wire} keeps two copies of the parameters for each of "
-                f"{neighbours} neighbours: {most / 1e6:.4g} MB; a topology with fewer edges needs "
-                "less"
-            )
-            console.print("memory", text, "notice", bytes=most)
 
     def join_job(self, address: tuple[str, int], worker: int | None) -> None:
         """Join a running job with the state of the worker at an address."""
@@ -208,10 +186,9 @@ class GossipSetup:
             )
         entrance = open_listener(_own_host(address), 16)
         about = {"layout": self._fingerprint, "strategy": str(self._strategy), "id": worker}
-        welcome = get_place(address, secret, about, self._cluster.timeout_s)
-        place, self.clock = welcome.place, Clock(welcome.ahead_s)
-        self.clock.follow(place.agreed.line)
-        self._unpack_state(welcome.luggage, self.clock.now())
+        place = get_place(address, secret, about, self._cluster.timeout_s)
+        self.clock = Clock(place.ahead_s)
+        self._unpack_state(place.luggage)
         text = f"joined the job at {address[0]}:{address[1]} as worker {place.me}"
         console.print("join", text, worker=place.me)
         self.begin(place.me, nx.Graph(place.first), secret, place.near, entrance, place)
@@ -230,10 +207,10 @@ class GossipSetup:
         torch.save(held, file)
         return torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
 
-    def _unpack_state(self, luggage: Tensor, t: float) -> None:
+    def _unpack_state(self, luggage: Tensor) -> None:
         file = io.BytesIO(luggage.numpy().data)
         held = torch.load(file, weights_only=True, map_location="cpu")  # not the sender's device
-        self.state.set_parameters(held["x"], t)
+        self.state.set_parameters(held["x"], 0.0)  # x and x~ are equal, so mixing changes nothing
         with torch.no_grad():
             for buffer, value in zip(self._model.buffers(), held["buffers"], strict=True):
                 buffer.copy_(value)

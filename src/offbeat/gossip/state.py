@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -27,8 +26,7 @@ from offbeat.gossip.chunks import Wire
 from offbeat.gossip.mixing import exchange, follow, jump, mix
 
 
-@dataclass(frozen=True)
-class Mixing:
+class Mixing(NamedTuple):
     """Constants of mixing and exchanges.
 
     Attributes:
@@ -54,21 +52,13 @@ class Change(NamedTuple):
     """Constants from label `since` on."""
 
     since: float
-    eta: float
-    alpha: float
-    alpha_tilde: float
-
-    @property
-    def mixing(self) -> Mixing:
-        """Return the constants without the label."""
-        return Mixing(self.eta, self.alpha, self.alpha_tilde)
+    mixing: Mixing
 
 
 def changed(changes: Sequence[Change], label: float, mixing: Mixing) -> list[Change]:
     """Return the changes with other constants from a label on. Later changes are removed."""
     kept = [change for change in changes if change.since < label]
-    new = Change(label, mixing.eta, mixing.alpha, mixing.alpha_tilde)
-    return [*kept, new][-REMEMBERED:]
+    return [*kept, Change(label, mixing)][-REMEMBERED:]
 
 
 class Course:
@@ -102,7 +92,7 @@ class Course:
         total = 0.0
         ends = [*(change.since for change in self.changes[1:]), math.inf]
         for change, until in zip(self.changes, ends, strict=True):
-            total += change.eta * max(min(end, until) - max(start, change.since), 0.0)
+            total += change.mixing.eta * max(min(end, until) - max(start, change.since), 0.0)
         return total
 
 
@@ -251,60 +241,29 @@ class State:
                 self._copy(into)
 
     def apply(
-        self,
-        number: int,
-        m: Tensor,
-        t: float,
-        mixing: Mixing,
+        self, number: int, m: Tensor, t: float, mixing: Mixing, *, reverts: bool = False
     ) -> None:
-        """Apply one chunk of an exchange at label `t`.
+        """Apply one chunk of an exchange at label `t`, or revert it.
 
         Args:
             number: number of the chunk.
             m: numbers that this worker has sent minus those that it has received, on the host.
             t: label of the exchange.
             mixing: constants of the exchange.
+            reverts: whether the chunk was applied, and is reverted now.
         """
         with self._lock:
-            self._exchange(number, m, t, mixing, 1.0)
-
-    def revert(
-        self,
-        differences: Iterable[Tensor],
-        t: float,
-        mixing: Mixing,
-    ) -> None:
-        """Revert the applied chunks of an exchange that has not completed.
-
-        Args:
-            differences: `m` of each applied chunk, see `apply`.
-            t: see `apply`.
-            mixing: see `apply`.
-        """
-        with self._lock:
-            for number, m in enumerate(differences):
-                self._exchange(number, m, t, mixing, -1.0)
+            self._separate_x()
+            chunk, sign = self._wire.chunks[number], -1.0 if reverts else 1.0
+            x = self._x[chunk.flat][chunk.span]
+            tilde = None if self._tilde is None else self._tilde[chunk.flat][chunk.span]
+            since = self.course.mixing_integral(t, self.t)
+            a, a_tilde = jump(mixing.alpha, mixing.alpha_tilde, 1.0, since)
+            for piece in pieces(x):
+                part = None if tilde is None else tilde[piece]
+                exchange(x[piece], part, m[piece].to(x.device), (sign * a, sign * a_tilde))
 
     # ---- with the lock held -----------------------------------------------------------------
-
-    def _exchange(
-        self,
-        number: int,
-        m: Tensor,
-        t: float,
-        mixing: Mixing,
-        sign: float,
-    ) -> None:
-        """Apply a chunk, or revert it with the sign -1."""
-        self._separate_x()
-        chunk = self._wire.chunks[number]
-        x = self._x[chunk.flat][chunk.span]
-        tilde = None if self._tilde is None else self._tilde[chunk.flat][chunk.span]
-        since = self.course.mixing_integral(t, self.t)
-        a, a_tilde = jump(mixing.alpha, mixing.alpha_tilde, 1.0, since)
-        for piece in pieces(x):
-            part = None if tilde is None else tilde[piece]
-            exchange(x[piece], part, m[piece].to(x.device), (sign * a, sign * a_tilde))
 
     @property
     def _x(self) -> list[Tensor]:

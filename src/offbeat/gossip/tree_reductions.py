@@ -15,7 +15,7 @@ from offbeat.gossip.tree_reduction import Output, TreeReduction
 from offbeat.gossip.view import View
 
 RESULT = -1  # digest of frames with a result, which is valid in any tree
-QUIET_S = 0.05  # seconds without a change of the graph before a restarted reduction sends frames
+QUIET_S = 0.05  # seconds without a change of the graph before a reduction restarts
 AWAY = (
     "the others have taken this worker for dead, and have consolidated without it; begin it anew "
     "with `offbeat join`, or raise silent_s"
@@ -46,11 +46,8 @@ class TreeReductions:
         self._now: TreeReduction | None = None
         self._then: Callable[[TreeReduction], None]
         self._last: TreeReduction | None = None  # the last one that is complete
-        # Frames that wait until the view is unchanged for `QUIET_S`, because changes arrive in
-        # bursts.
-        self._postponed: list[tuple[int, Output]] = []
-        self._quiet_at: float | None = None
-        # frames of a reduction that this worker has not begun
+        self._quiet_at: float | None = None  # when a restarted reduction starts
+        # frames of a reduction that this worker has not started
         self._early_frames: list[tuple[int, Frame[Kind]]] = []
 
     def begin(
@@ -65,29 +62,23 @@ class TreeReductions:
         """
         self._now, self._then = TreeReduction(numbers, largest), then
         self._start()
-        early, self._early_frames = self._early_frames, []
-        for peer, frame in early:
-            self.on_frame(peer, frame)
-        self._finish()
 
     def restart(self) -> None:
-        """Restart the reduction in progress after a change of the view."""
-        self._postponed.clear()
-        self._quiet_at = time.monotonic() + QUIET_S if self._now else None
-        self._start()
+        """Restart the reduction in progress after a change of the view, once the view is unchanged
+        for `QUIET_S`, because changes arrive in bursts."""
+        if self._now is not None:
+            self._now.place, self._quiet_at = None, time.monotonic() + QUIET_S
         self._send_result()
-        self._finish()
 
     @property
     def wait_s(self) -> float | None:
-        """Return the seconds until postponed frames are due; None without such frames."""
+        """Return the seconds until the reduction restarts; None if it has started."""
         return None if self._quiet_at is None else self._quiet_at - time.monotonic()
 
-    def send_postponed(self) -> None:
-        """Send postponed frames if they are due."""
+    def start_due(self) -> None:
+        """Start the restarted reduction if it is due."""
         if self._quiet_at is not None and time.monotonic() >= self._quiet_at:
-            self._quiet_at = None
-            self._flush()
+            self._start()
 
     def on_count(self, count: Any) -> None:
         """Process the number of reductions that a neighbour has completed.
@@ -110,9 +101,10 @@ class TreeReductions:
         """
         number, is_result = frame.header.clock, frame.header.kind is Kind.DOWN
         self.on_count(number + is_result)
-        if number == self.held + (self._now is not None) and not is_result:
+        if number < self.held:
+            return
+        if number > self.held or self._now is None or self._now.place is None:
             self._early_frames.append((peer, frame))
-        if number != self.held or self._now is None or self._now.place is None:
             return
         elsewhere = frame.meta.get("digest") != self._now.place.digest
         if elsewhere and not is_result:
@@ -138,9 +130,14 @@ class TreeReductions:
         return behind or [worker for worker in [place.parent] if worker is not None]
 
     def _start(self) -> None:
-        place = self._view.place()
-        if self._now is not None and place is not None:
-            self._send(self._now, self._now.start(place))
+        self._quiet_at, place = None, self._view.place()
+        if self._now is None or place is None:
+            return
+        self._send(self._now, self._now.start(place))
+        early, self._early_frames = self._early_frames, []
+        for peer, frame in early:
+            self.on_frame(peer, frame)
+        self._finish()
 
     def _apply_frame(self, now: TreeReduction, peer: int, frame: Frame[Kind]) -> None:
         chunk, largest = frame.header.shard, finite(frame.meta.get("largest"))
@@ -156,15 +153,7 @@ class TreeReductions:
     def _send(self, now: TreeReduction, outs: Iterable[Output]) -> None:
         for out in outs:
             assert now.place is not None
-            if self._quiet_at is None:
-                self._send_frame(self.held, out, now.place.digest)
-            else:
-                self._postponed.append((now.place.digest, out))
-
-    def _flush(self) -> None:
-        later, self._postponed = self._postponed, []
-        for digest, out in later:
-            self._send_frame(self.held, out, digest)
+            self._send_frame(self.held, out, now.place.digest)
 
     def _send_result(self) -> None:
         if self._last is not None:
@@ -183,7 +172,6 @@ class TreeReductions:
 
     def _finish(self) -> None:
         if self._now is not None and self._now.done:
-            self._flush()  # no restart would send these frames again
             self._now, self._last = None, self._now
             self.held += 1
             self._then(self._last)

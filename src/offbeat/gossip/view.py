@@ -49,12 +49,17 @@ class Place:
 
 
 class View:
-    """View of the graph of worker `me`, with the given initial edges."""
+    """View of the graph of worker `me`.
+
+    Attributes:
+        me: id of this worker.
+        first: initial edges of the job, sorted.
+    """
 
     def __init__(self, me: int, edges: Iterable[Edge]):
-        self.me = me
-        first = 0, State.UP, 0.0
-        self._edges: dict[Edge, tuple[int, State, float]] = dict.fromkeys(sorted(edges), first)
+        self.me, self.first = me, sorted(_edge(*edge) for edge in edges)
+        new = 0, State.UP, 0.0
+        self._edges: dict[Edge, tuple[int, State, float]] = dict.fromkeys(self.first, new)
         self._cached_edges: dict[State, list[Edge]] = {}
 
     # ---- state of the view ------------------------------------------------------------------

@@ -13,26 +13,20 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from offbeat.core.buckets.checksum import checksum
-from offbeat.core.buckets.flat import memory_of
-from offbeat.frames.connection import NOTHING
-from offbeat.frames.frames import Frame, Header, WireError
-from offbeat.gossip.agreement import Agreement, Agreements
-from offbeat.gossip.chunks import CHUNK_BYTES, Wire
+from offbeat.gossip.agreement import Agreements
+from offbeat.gossip.chunks import Wire
 from offbeat.gossip.clock import Clock
-from offbeat.gossip.exchange import Counts, Exchanges
 from offbeat.gossip.exchanging import Exchanging
 from offbeat.gossip.joining import Admission, Place
 from offbeat.gossip.neighbours import Neighbours
-from offbeat.gossip.pairing import Pairing, Requests
 from offbeat.gossip.peers import Address, Peers
-from offbeat.gossip.protocol import SIGNALS, Kind, ids_text
-from offbeat.gossip.settings import Settings
+from offbeat.gossip.protocol import Kind, ids_text
+from offbeat.gossip.settings import Member, Settings
 from offbeat.gossip.state import State as Shared
 from offbeat.gossip.tree_reduction import TreeReduction
 from offbeat.gossip.tree_reductions import AWAY, TreeReductions
@@ -73,68 +67,33 @@ class Gossip:
         luggage: Callable[[float], Tensor] = lambda _: NOTHING_ELSE,
     ):
         self.me, self._settings, self.clock = me, settings, clock
-        edges = sorted((min(edge), max(edge)) for edge in settings.graph.edges)
-        self.view, self.counts = View(me, edges), Counts()
-        self._first_edges = edges
-        self._joined, self._consolidates = place is not None, False
-        around = sorted(place.near) if place else sorted(settings.graph.adj[me])
-        near = {peer: addresses[peer] for peer in around}
+        self.view = view = View(me, settings.graph.edges)
+        self._member = member = Member(settings, clock, shared, view, has_joined=place is not None)
+        self.counts = member.counts
+        near = place.near if place else {peer: addresses[peer] for peer in view.neighbours_of(me)}
         self._peers = peers = Peers(
-            me, secret, near, door, settings.silent_s, self, joins=self._joined
+            me, secret, near, door, settings.silent_s, joins=member.has_joined
         )
-        self._exchanging = exchanging = Exchanging(
-            clock,
-            shared.course,
-            Exchanges(shared, wire),
-            self.counts,
-            Pairing(me, set()),
-            Requests(me, {}, settings.seed),
-            peers.send,
-            peers.send_later,
-        )
-        self._reductions = TreeReductions(self.view, peers, place.held if place else 0)
-        self._agreements = Agreements(
-            place.agreed if place else Agreement(edges),
-            settings.rate,
-            settings.momentum,
-            clock,
-            shared,
-            self.view,
-            self.counts,
-            exchanging.redraw,
-        )
+        self._exchanging = exchanging = Exchanging(member, wire, peers)
+        self._reductions = TreeReductions(view, peers, place.held if place else 0)
+        self._agreements = Agreements(member, exchanging.redraw)
         self._neighbours = neighbours = Neighbours(
-            settings,
-            self.view,
+            member,
             peers,
             exchanging,
             self._reductions,
             self._agreements,
             {**addresses, me: door.getsockname()[:2]},
-            around,
-            self._joined,
-            self._warn,
+            near,
         )
-        self._admission = Admission(
-            settings,
-            edges,
-            clock,
-            self.view,
-            peers,
-            neighbours,
-            self._agreements,
-            self._reductions,
-            luggage,
-            self._warn,
-        )
+        self._admission = Admission(member, neighbours, luggage)
+        peers.receiver, peers.answer = neighbours, self._admission.answer
         self._changed = threading.Condition()
         self._commands: deque[Callable[[], None]] = deque()
-        self._notices: deque[str] = deque()
         self._error: Exception | None = None
         self._ended = False
         if place:
-            self.view.merge(place.known)
-            shared.course.changes = list(place.agreed.changes)
+            neighbours.merge(place.news)
         else:
             neighbours.update_rates()
             shared.change_mixing(0.0, self._agreements.constants)
@@ -153,14 +112,14 @@ class Gossip:
             RuntimeError: neighbours are missing after `timeout_s` seconds; the message names them.
         """
         late = self._neighbours.never_came
-        if self._joined:
+        if self._member.has_joined:
             with self._changed:
                 self._changed.wait_for(
                     lambda: not late or self._error is not None, self._settings.silent_s
                 )
             self.check()
             if late and self._peers.reachable():
-                self._warn(f"workers {ids_text(late)} do not answer; it begins without them")
+                self._member.warn(f"workers {ids_text(late)} do not answer; it begins without them")
                 return
         self._wait(lambda: not late, lambda: f"workers {ids_text(late)} to connect")
 
@@ -177,10 +136,8 @@ class Gossip:
 
     def take_notices(self) -> list[str]:
         """Return and remove all notices for the user."""
-        words = []
-        while self._notices:
-            words.append(self._notices.popleft())
-        return words
+        notices = self._member.notices
+        return [notices.popleft() for _ in range(len(notices))]
 
     def all_reduce(
         self, numbers: Sequence[Tensor], largest: float = 0.0
@@ -222,11 +179,11 @@ class Gossip:
     @contextmanager
     def consolidation(self) -> Iterator[None]:
         """Let workers that want to join wait until the end of several reductions."""
-        self._consolidates = True
+        self._member.consolidates = True
         try:
             yield
         finally:
-            self._consolidates = False
+            self._member.consolidates = False
 
     def pause(self) -> None:
         """Begin no more exchanges and wait for the end of the current one."""
@@ -244,13 +201,12 @@ class Gossip:
         failed; otherwise it is reverted.
         """
         self.pause()
-        whole = torch.zeros(len(self._first_edges), 2, dtype=torch.float64, device="cpu")
-        for number, edge in enumerate(self._first_edges):
+        exchanges = self._exchanging.exchanges
+        whole = torch.zeros(len(self.view.first), 2, dtype=torch.float64, device="cpu")
+        for number, edge in enumerate(self.view.first):
             if self.me in edge:  # 0 marks a failed worker, which cannot report its last exchange
                 here = edge.index(self.me)
-                whole[number, here] = 1 + self._exchanging.exchanges.completed_number(
-                    edge[1 - here]
-                )
+                whole[number, here] = 1 + exchanges.completed_number(edge[1 - here])
         (both,), latest, _ = self.all_reduce([whole.reshape(-1)], t)
         settled = threading.Event()
         self._submit(lambda: self._settle_exchanges(both.reshape(-1, 2).tolist(), settled))
@@ -258,7 +214,7 @@ class Gossip:
         return latest
 
     def _settle_exchanges(self, both: list[list[float]], settled: threading.Event) -> None:
-        completed = dict(zip(self._first_edges, both, strict=True))
+        completed = dict(zip(self.view.first, both, strict=True))
         for partner in self._exchanging.exchanges.partners_in_doubt():
             edge = min(self.me, partner), max(self.me, partner)
             whole = int(completed.get(edge, (0, 0))[edge.index(partner)]) - 1
@@ -329,7 +285,7 @@ class Gossip:
                 self._admission.give_up_lost()
                 self._neighbours.give_up_lost()
                 self._neighbours.publish([], self._agreements.advance())
-                self._reductions.send_postponed()
+                self._reductions.start_due()
                 with self._changed:
                     self._changed.notify_all()
         except Exception as error:
@@ -356,59 +312,6 @@ class Gossip:
             self._peers.send(peer, Kind.BYE)
         self._peers.finish(self._settings.silent_s)
         self._ended = True
-
-    def _warn(self, words: str) -> None:
-        self._notices.append(f"worker {self.me}: {words}")
-
-    # ---- called by the connections ----------------------------------------------------------
-
-    def hello(self, peer: int) -> dict[str, Any]:
-        """Return the metadata of the HELLO to a neighbour."""
-        return self._neighbours.hello(peer)
-
-    def on_connect(self, peer: int, hello: dict[str, Any]) -> None:
-        """Process the HELLO of a neighbour that has connected. Raise WireError if it is invalid."""
-        self._neighbours.on_connect(peer, hello)
-
-    def on_disconnect(self, peer: int, why: str) -> None:
-        """Process the disconnection of a neighbour."""
-        self._neighbours.on_disconnect(peer)
-
-    def answer_stranger(self, frame: Frame[Kind]) -> tuple[bytes, memoryview | None]:
-        """Return the answer to a worker that is not a neighbour. Raise WireError to refuse it."""
-        busy = self._exchanging.pairing.paused or self._consolidates
-        return self._admission.answer(frame, busy=busy)
-
-    def body_buffer(self, peer: int, header: Header[Kind]) -> tuple[Any, memoryview]:
-        """Return an object and its memory for the body of a frame. Raise WireError if the frame is
-        not expected.
-        """
-        if header.kind is Kind.CHUNK:
-            return None, self._exchanging.buffer(peer, header)
-        if header.kind in (Kind.UP, Kind.DOWN):
-            if header.body_bytes > CHUNK_BYTES:
-                raise WireError(f"body ({header.body_bytes} bytes) is too large")
-            body = torch.empty(header.body_bytes, dtype=torch.uint8, device="cpu")
-            return body, memory_of(body)
-        return None, NOTHING
-
-    def on_frame(self, peer: int, frame: Frame[Kind]) -> None:
-        """Process a frame. Raise WireError if it is invalid."""
-        kind = frame.header.kind
-        if kind in SIGNALS:
-            self._exchanging.on_signal(peer, frame)
-        elif kind is Kind.CHUNK:
-            self._exchanging.on_chunk(peer)
-        elif kind is Kind.WHOLE:
-            self._exchanging.on_whole(peer, frame.header.clock)
-        elif kind in (Kind.UP, Kind.DOWN):
-            self._reductions.on_frame(peer, frame)
-        elif kind is Kind.VIEW:
-            self._neighbours.on_view(frame.meta)
-        elif kind is Kind.BYE:
-            self._neighbours.on_goodbye(peer)
-        elif kind is not Kind.BEAT:
-            raise WireError(f"{kind.name} is not expected now")
 
 
 def _checksum_words(checksum: int) -> Tensor:

@@ -6,7 +6,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,7 +62,7 @@ class Client(ConnectionLoop[Upstream]):
         secret: the job's secret.
         timeout_s: longest wait for an answer, in seconds.
         beat_s: a server gets a heartbeat after this time without another frame.
-        retry_s: longest time for restoring a broken connection.
+        retry_s: longest time for restoring a broken connection, at most twice `beat_s`.
         gone: remedy at the end of the error message for a lost server.
         resumed: clock of the snapshot from which the servers have resumed.
     """
@@ -147,7 +146,7 @@ class Client(ConnectionLoop[Upstream]):
             assert not self.pulling
             self._missing = {shard.number for shard in self.layout.shards}
             self._need, self._low = need, float("inf")
-        self._run_in_thread(lambda: [self._send_pull(up) for up in self._ups])
+        self._run_in_thread(self._send_pulls)
 
     @property
     def pulling(self) -> bool:
@@ -166,7 +165,7 @@ class Client(ConnectionLoop[Upstream]):
     def expedite_pull(self) -> None:
         """Request an answer to the current pull at once, whatever the workers' clocks."""
         self._need = 0
-        self._run_in_thread(lambda: [self._send(up, Kind.HURRY) for up in self._ups])
+        self._run_in_thread(self._send_pulls)
 
     def release_incoming(self) -> None:
         """Release `incoming` for the next pull."""
@@ -315,8 +314,9 @@ class Client(ConnectionLoop[Upstream]):
                 body = memory_of(self.outgoing[shard.dtype][shard.start : shard.stop])
                 self._send(up, Kind.PUSH, body, meta=self._push, **about)
 
-    def _send_pull(self, up: Upstream) -> None:
-        self._send(up, Kind.PULL, clock=self._need)
+    def _send_pulls(self) -> None:
+        for up in self._ups:
+            self._send(up, Kind.PULL, clock=self._need)
 
     def _send_request(self, one: _Request) -> None:
         self._send(one.up, one.kind, one.body, shard=one.shard, clock=one.clock)
@@ -388,7 +388,9 @@ class Client(ConnectionLoop[Upstream]):
         shard_numbers = {shard.number for shard in up.shards}
         clock = up.push_clock if self._pending & shard_numbers else self.clock
         try:
-            welcome, taken = self._connect_in_thread(up, clock)
+            # The other servers get no heartbeat meanwhile, and must not remove this worker.
+            limit_s = min(self._retry_s, 2 * self._beat_s)
+            welcome, taken = up.connect(self._identity, clock, False, self._body_buffer, limit_s)
         except ConnectionError:
             raise ServerGoneError(f"{up} cannot be reached ({error}); {self._gone}") from error
         with self._changed:
@@ -404,29 +406,9 @@ class Client(ConnectionLoop[Upstream]):
             self._send_push(up)
         if self._missing is not None and self._missing & shard_numbers:
             self._missing |= shard_numbers  # the server will send all its shards again
-            self._send_pull(up)
+            self._send(up, Kind.PULL, clock=self._need)
         if self._request is not None and self._request.up is up:
             self._send_request(self._request)
-
-    def _connect_in_thread(self, up: Upstream, clock: int) -> tuple[int, dict[int, int]]:
-        """Connect to a server in a thread.
-
-        Meanwhile, send heartbeats to the other servers, which would otherwise remove this worker.
-        """
-        welcome = Future[tuple[int, dict[int, int]]]()
-
-        def connect() -> None:
-            try:
-                welcome.set_result(
-                    up.connect(self._identity, clock, False, self._body_buffer, self._retry_s)
-                )
-            except BaseException as error:
-                welcome.set_exception(error)
-
-        threading.Thread(target=connect, name="offbeat-reconnect", daemon=True).start()
-        while not wait([welcome], self._beat_s / 2).done:
-            self._send_beats()
-        return welcome.result()
 
     def _start_pushes(self, up: Upstream, clock: int) -> None:
         self._add_peer(up)

@@ -15,13 +15,14 @@ class Kind(IntEnum):
     START = 2  # begin to push; clock: that of the next push
     PUSH = 3  # gradients of a shard for a clock; meta: settings, absent
     SKIP = 4  # no gradients of a shard for a clock
-    PULL = 5  # request all parameters, once every worker's clock is at least `clock`
+    # request all parameters, once every worker's clock is at least `clock`, in place of a waiting
+    # request
+    PULL = 5
     BEAT = 6  # heartbeat
     STATUS = 7  # request the clocks of all workers
     MEET = 8  # numbers to average over all workers (body); clock: number of this average, from 1
     STATE = 9  # request the optimizer state of a shard
     BYE = 10  # the worker leaves without failure
-    HURRY = 11  # answer the waiting pull now, whatever the clocks
     WELCOME = 16  # clock: that of the worker's next push; meta: taken, by shard
     TAKEN = 17  # acknowledgement of the push or skip of a shard for a clock
     PARAMETERS = 18  # a shard; clock: lower bound of the clocks of all workers

@@ -68,7 +68,6 @@ class Service(ConnectionLoop[_Peer]):
             Kind.PUSH: self._push,
             Kind.SKIP: self._skip,
             Kind.PULL: self._pull,
-            Kind.HURRY: self._hurry,
             Kind.BEAT: lambda *_: None,
             Kind.STATUS: self._status,
             Kind.MEET: self._average,
@@ -216,11 +215,6 @@ class Service(ConnectionLoop[_Peer]):
     def _pull(self, peer: _Peer, frame: Frame) -> None:
         peer.need = frame.header.clock
         self._answer(peer, self.store.lowest_clock)
-
-    def _hurry(self, peer: _Peer, frame: Frame) -> None:
-        if peer.need is not None:
-            peer.need = 0
-            self._answer(peer, self.store.lowest_clock)
 
     def _on_clock_change(self) -> None:
         """Answer waiting pulls and save a due snapshot, after clocks have changed."""

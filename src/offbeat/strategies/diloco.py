@@ -12,8 +12,6 @@ from offbeat.core.profile import Profile
 from offbeat.core.sim import predict_plan
 from offbeat.core.strategy.interface import Planned, require_count
 from offbeat.strategies.averaging import Layerwise
-from offbeat.strategies.dreamddp import DreamDDP
-from offbeat.strategies.dreamddp import candidates as ways
 from offbeat.strategies.dreamddp.late import (
     Planning,
     delayed_bound_s,
@@ -23,6 +21,16 @@ from offbeat.strategies.dreamddp.late import (
     forward_bound_s,
     spread,
     with_idle_steps,
+)
+from offbeat.strategies.dreamddp.strategy import (
+    Candidate,
+    DreamDDP,
+    Due,
+    cycle_of,
+    of_layers,
+    of_runs,
+    of_sets,
+    plan_of,
 )
 from offbeat.strategies.equations import Equations
 from offbeat.strategies.local_sgd import LocalSGD
@@ -126,12 +134,12 @@ class DiLoCo(Layerwise):
         else:
             dense = replace(job, period=self.fragments)
             for due in self._dues:
-                chosen = min(ways.of_layers(dense, due, "auto"), key=lambda one: one.seconds)
+                chosen = min(of_layers(dense, due, "auto"), key=lambda one: one.seconds)
                 is_complete = all(chosen.sends)  # if few sets hide all messages, others are empty
                 if is_complete:
                     yield self._spread_plan(job, chosen)
                 if due == "forward" or not is_complete:
-                    even = ways.of_sets(dense, due, *even_sets(dense, self.fragments))
+                    even = of_sets(dense, due, *even_sets(dense, self.fragments))
                     yield self._spread_plan(job, even)
 
     def _delayed_plans(self, job: Planning) -> Iterator[Plan]:
@@ -164,18 +172,18 @@ class DiLoCo(Layerwise):
         yield replace(plan, transfers=tuple(messages))
         if job.average == "after_update":
             once = replace(job, period=1)
-            yield self._spread_plan(job, ways.of_sets(once, "forward", *even_sets(once, 1)))
-            for chosen in ways.of_runs(once, "forward", float("inf")):
+            yield self._spread_plan(job, of_sets(once, "forward", *even_sets(once, 1)))
+            for chosen in of_runs(once, "forward", float("inf")):
                 yield self._spread_plan(job, chosen)
 
-    def _spread_plan(self, job: Planning, chosen: ways.Candidate) -> Plan:
+    def _spread_plan(self, job: Planning, chosen: Candidate) -> Plan:
         """Return the plan of fragments that are spread over the period."""
         none = ((),) * self.period
         chosen = chosen._replace(sends=spread(chosen.sends, self.period), fill=none)
-        return with_idle_steps(ways.plan_of(job, chosen))
+        return with_idle_steps(plan_of(job, chosen))
 
     @property
-    def _dues(self) -> tuple[ways.Due, ...]:
+    def _dues(self) -> tuple[Due, ...]:
         return ("end", "forward") if self.due == "forward" else ("end",)
 
     def _job(self, profile: Profile) -> Planning:
@@ -213,5 +221,5 @@ class DiLoCo(Layerwise):
         if self.delay:
             return delayed_bound_s(job)
         if self.due == "forward":
-            return forward_bound_s(job, ways.cycle_of(job, "forward"))
+            return forward_bound_s(job, cycle_of(job, "forward"))
         return super().bound_s(profile)

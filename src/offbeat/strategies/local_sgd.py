@@ -9,12 +9,11 @@ from typing import ClassVar
 from offbeat.core.plan import Apply, Moment, Phases, Plan, local
 from offbeat.core.profile import Profile
 from offbeat.core.strategy.interface import Strategy, require_count
-from offbeat.strategies.averaging import Averaging, kinds_of
+from offbeat.strategies.averaging import Averaging, kinds_of, periods
 from offbeat.strategies.bsp import all_gradients, averages
 from offbeat.strategies.compressible import with_wires
 from offbeat.strategies.equations import Equations, StatePolicy, World, average_piece, synchronous
 from offbeat.strategies.outer_optimizer import COMMON, Outer
-from offbeat.strategies.suggestions import periods
 
 STEP, END = Moment("step"), Moment("end")
 

@@ -33,9 +33,9 @@ from offbeat.core.strategy.interface import (
 from offbeat.strategies.averaging import kinds_of
 from offbeat.strategies.bsp import averages
 from offbeat.strategies.compressible import Wired
-from offbeat.strategies.dreamddp.candidates import cycle_of
 from offbeat.strategies.dreamddp.late import Planning
 from offbeat.strategies.dreamddp.sets import cheaper_sets
+from offbeat.strategies.dreamddp.strategy import cycle_of
 from offbeat.strategies.equations import Equations, StatePolicy, World, average_piece
 from offbeat.strategies.pieces import Sets
 

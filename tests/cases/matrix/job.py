@@ -33,7 +33,7 @@ STRATEGIES: dict[str, Strategy] = {
     "LocalSGD": LocalSGD(period=2),
     "SelSync": SelSync(delta=0.3),
     "A2CiD2": A2CiD2(rate=1e-9),  # no exchange falls into so short a run: what is left is certain
-    "DeFT": DeFT(forward=1, backward=2),
+    "DeFT": DeFT(),
     "Cyclic": Cyclic(),
 }
 

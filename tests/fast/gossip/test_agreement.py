@@ -9,6 +9,7 @@ from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any
 
+import networkx as nx
 import pytest
 
 from offbeat.frames.frames import WireError
@@ -21,8 +22,8 @@ from offbeat.gossip.agreement import (
     Agreements,
 )
 from offbeat.gossip.clock import Clock, Line
-from offbeat.gossip.exchange import Counts
 from offbeat.gossip.pairing import Requests
+from offbeat.gossip.settings import Member, Settings
 from offbeat.gossip.state import AVERAGING, Course
 from offbeat.gossip.view import State, View
 
@@ -59,28 +60,28 @@ def test_with_other_edges_counting_begins_anew() -> None:
     assert other == Agreement(RING[:3], 1.0, 12.0, 3, 12.0 + PERIOD, 2)
 
 
-class Member:
+class Worker(Member):
     """Agreements of a worker of the ring without a network; time is in seconds."""
 
     def __init__(self, me: int, now: list[float], agreed: Agreement) -> None:
-        self.view, self.counts, self.course = View(me, RING), Counts(), Course(AVERAGING)
-        self.clock = Clock(own_s=lambda: now[0])
-        self.clock.follow(agreed.line)
+        self.course = Course(AVERAGING)
         shared: Any = SimpleNamespace(course=self.course, change_mixing=self.course.change)
-        self.agreements = Agreements(
-            agreed, 1.0, True, self.clock, shared, self.view, self.counts, lambda: None
-        )
+        clock = Clock(own_s=lambda: now[0])
+        clock.follow(agreed.line)
+        super().__init__(Settings(nx.Graph(RING)), clock, shared, View(me, RING))
+        self.agreements = Agreements(self, lambda: None)
+        self.agreements.agreed = agreed
 
     def train(self, seconds: float) -> None:
         for _ in range(GRADIENTS):
             self.agreements.record_gradient(seconds)
 
 
-def members(now: list[float], agreed: Agreement) -> list[Member]:
-    return [Member(me, now, agreed) for me in range(4)]
+def members(now: list[float], agreed: Agreement) -> list[Worker]:
+    return [Worker(me, now, agreed) for me in range(4)]
 
 
-def flood(ring: list[Member]) -> None:
+def flood(ring: list[Worker]) -> None:
     """All news to all, as JSON, in rounds until there are none."""
     news = [(one.view.me, data) for one in ring if (data := one.agreements.advance())]
     while news:
@@ -154,7 +155,7 @@ def test_of_two_agreements_with_one_number_one_counts() -> None:
 @pytest.mark.parametrize("told", [{"agreed": {"edges": []}}, {"reports": [[1, 2]]}])
 def test_what_no_agreement_can_be_is_refused(told: dict[str, Any]) -> None:
     with pytest.raises(WireError):
-        Member(0, [0.0], Agreement(RING)).agreements.merge(told)
+        Worker(0, [0.0], Agreement(RING)).agreements.merge(told)
 
 
 def test_each_end_of_an_edge_requests_half_of_its_exchanges() -> None:
@@ -169,7 +170,7 @@ def test_each_end_of_an_edge_requests_half_of_its_exchanges() -> None:
 
 def test_no_report_is_due_before_the_gradient_time_is_known() -> None:
     """The thread would wake up for it again and again, and report nothing."""
-    one = Member(0, [0.0], Agreement(RING, again_at=400.0, line=Line(0.0, 0.0, 1.0)))
+    one = Worker(0, [0.0], Agreement(RING, again_at=400.0, line=Line(0.0, 0.0, 1.0)))
     assert one.agreements.due_at is None
     one.train(1.0)
     assert one.agreements.due_at == 400.0

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from offbeat.frames.frames import WireError
 from offbeat.gossip.chunks import CHUNK_BYTES
+from offbeat.gossip.neighbours import Neighbours
 from offbeat.gossip.protocol import Kind
 from offbeat.gossip.tree_reduction import Output, TreeReduction
 from offbeat.gossip.view import State, View
-from offbeat.gossip.worker import Gossip
 
 EDGES = [(0, 1), (0, 2), (1, 3), (1, 4), (2, 4)]
 
@@ -115,8 +115,8 @@ def test_numbers_of_another_size_or_out_of_order_are_refused() -> None:
 @pytest.mark.parametrize("kind", [Kind.UP, Kind.DOWN])
 def test_chunks_of_reductions_have_a_largest_size(kind: Kind) -> None:
     """A neighbour could otherwise take any memory."""
-    gossip: Any = Gossip.__new__(Gossip)
-    body, memory = gossip.body_buffer(1, SimpleNamespace(kind=kind, body_bytes=CHUNK_BYTES))
+    neighbours: Any = Neighbours.__new__(Neighbours)
+    body, memory = neighbours.body_buffer(1, SimpleNamespace(kind=kind, body_bytes=CHUNK_BYTES))
     assert len(body) == len(memory) == CHUNK_BYTES
     with pytest.raises(WireError, match="is too large"):
-        gossip.body_buffer(1, SimpleNamespace(kind=kind, body_bytes=CHUNK_BYTES + 1))
+        neighbours.body_buffer(1, SimpleNamespace(kind=kind, body_bytes=CHUNK_BYTES + 1))

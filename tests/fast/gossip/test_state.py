@@ -164,7 +164,7 @@ def test_an_exchange_that_is_undone_leaves_nothing() -> None:
     one, other = (wire.view(buffer, 0) for buffer in buffers)
     a.apply(0, one - other, 1.0, a.course.last)
     a.step(1.6, lambda: None)
-    a.revert([one - other], 1.0, a.course.last)
+    a.apply(0, one - other, 1.0, a.course.last, reverts=True)
     a.mix_until(2.0)
     i.to(2.0)
     assert_same(x, i)

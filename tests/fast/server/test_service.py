@@ -317,7 +317,7 @@ def test_a_pull_is_repeated_as_a_whole_after_its_connection_has_broken() -> None
 @pytest.mark.filterwarnings("ignore:server")
 def test_who_is_silent_counts_no_more_and_may_come_back() -> None:
     with job(5, 1, 2, silent_s=1.0) as j:
-        a, b = j.client(0), j.client(1)
+        a, b = (j.client(rank, beat_s=0.2) for rank in range(2))
         awake = threading.Event()
         b._run_in_thread(awake.wait)  # it hangs
         j.push(a, 1.0)
@@ -381,7 +381,7 @@ def test_the_second_answer_of_a_request_that_was_repeated_is_ignored() -> None:
         client = j.client(0)
         for clock in range(3):
             client.pull(0)
-            client._run_in_thread(lambda: [client._send_pull(up) for up in client._ups])
+            client._run_in_thread(client._send_pulls)
             client.await_arrival()
             client.release_incoming()
             j.push(client, 1.0)

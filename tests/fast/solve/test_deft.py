@@ -153,37 +153,3 @@ def test_a_long_search_ends():
     assert len(schedule.merges) <= deft.MOST_GENERATIONS
     most = deft.most_updates(6.0, 11.0, [own_s])
     assert schedule.updates_per_iteration >= 0.85 * most
-
-
-@settings(max_examples=100, deadline=None)
-@given(
-    st.integers(0, 3),
-    st.integers(0, 3),
-    st.lists(st.integers(0, 2), min_size=1, max_size=6),
-)
-def test_counted_messages(forward, backward, backwards_s):
-    if forward + backward == 0:
-        return
-    ready_s = list(accumulate(map(float, backwards_s)))
-    schedule = deft.fifo(forward, backward, ready_s, ready_s[-1])
-    assert_carries_all(schedule, len(ready_s))
-    for iteration in unrolled(schedule, 1):
-        sent = iteration.forward + iteration.current
-        assert [send.piece for send in sent] == sorted(send.piece for send in sent)
-        assert len(iteration.forward) <= forward
-        assert len(iteration.current) + len(iteration.future) <= backward
-        assert all(ready_s[send.piece] < ready_s[-1] for send in iteration.future)
-
-
-def test_counted_messages_by_hand():
-    schedule = deft.fifo(1, 2, [1.0, 2.0, 3.0, 4.0], 4.0)
-
-    def pieces(sends):
-        return [send.piece for send in sends]
-
-    first, second, third = unrolled(schedule, 3)[:3]
-    assert (pieces(first.future), first.closes) == ([0, 1], True)
-    assert (pieces(second.forward), pieces(second.current)) == ([2], [3])
-    assert (pieces(second.future), second.closes) == ([0], True)
-    assert (pieces(third.forward), pieces(third.current)) == ([1], [2, 3])
-    assert (pieces(third.future), third.closes) == ([], True)

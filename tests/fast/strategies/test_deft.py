@@ -26,9 +26,6 @@ VARIANTS = [
     DeFT(scale="mean", solver="greedy"),
     DeFT(links="all"),
     DeFT(links="first", partition_elements=1000),
-    DeFT.fixed(1, 2),
-    DeFT.fixed(0, 1),
-    DeFT.fixed(3, 0),
 ]
 NOISE = GradientNoise(loss=2.0, gradient_sq=1.0, noise_sq=4.0, step_size=0.05)
 
@@ -201,8 +198,6 @@ def test_latency_fuses_messages():
 def test_a_latency_longer_than_forward():
     short = profile(latency_s=0.1, coverage=0.5)
     assert short.forward_s < 0.1 < short.backward_s
-    late = DeFT.fixed(0, 1).plan(short)
-    raise_if_wrong(late, short)
     plan, (said,) = planned(DeFT(), short)  # an update takes longer than with WFBP
     raise_if_wrong(plan, short)
     assert plan.strategy == "wfbp"
@@ -293,15 +288,6 @@ def test_high_coverage(coverage, least, noise):
     assert len(plan.transfers) < 200
 
 
-def test_counted_messages():
-    plan = DeFT.fixed(2, 4).plan(profile(layers=8))
-    assert plan.fact("merges") == [2, 1, 1]
-    assert plan.fact("preserver")["decision"].startswith("skipped: ")
-    assert plan.links == ("fast",)
-    most = [Counter(t.payload.age for t in transfers_of(plan, phase)) for phase in plan.phases]
-    assert max(sum(ages.values()) for ages in most) == 6
-
-
 def test_the_preserver_accepts_small_steps():
     small = replace(NOISE, step_size=1e-4)
     plan = DeFT(links="first").plan(replace(profile(coverage=1.2), noise=small))
@@ -385,7 +371,6 @@ def test_bound_is_communication_of_the_most_that_is_merged():
     assert DeFT(links="first").bound_s(slow) == pytest.approx(20 * 0.24 / 4)
     both = 20 * 0.24 / (1 + 1 / 1.65)
     assert DeFT(most_merged=2).bound_s(slow) == pytest.approx(both / 2)
-    assert DeFT.fixed(1, 1).bound_s(slow) == pytest.approx(0.002 + 0.24)
 
 
 @pytest.mark.parametrize(
@@ -398,13 +383,6 @@ def test_bound_is_communication_of_the_most_that_is_merged():
         (lambda: DeFT(most_merged=0), r"most_merged \(0\) must be an integer of at least 1; 1 upd"),
         (lambda: DeFT(epsilon=0), r"epsilon \(0\) must be a number above 0; use preserver=False"),
         (lambda: DeFT(epsilon=math.nan), r"epsilon \(nan\) must be a number above 0"),
-        (lambda: DeFT(forward=1), r"forward \(1\) and backward \(None\) must be given together"),
-        (lambda: DeFT.fixed(-1, 2), r"forward \(-1\) must be an integer of at least 0"),
-        (lambda: DeFT.fixed(0, 0), r"forward \(0\) and backward \(0\) must not both be 0"),
-        (
-            lambda: DeFT(forward=1, backward=1, links="all"),
-            r"links \('all'\) must be left out with forward and backward",
-        ),
     ],
 )
 def test_settings_that_make_no_sense(make, text):

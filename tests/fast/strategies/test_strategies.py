@@ -40,9 +40,10 @@ from offbeat.strategies import (
     create,
 )
 from offbeat.strategies.compressible import profile_for_wire
-from offbeat.strategies.dreamddp import candidates, late
+from offbeat.strategies.dreamddp import late
+from offbeat.strategies.dreamddp import strategy as planner
 from offbeat.strategies.pieces import Piece, partial_plan, whole_buckets
-from offbeat.strategies.solvers import cap_fusion
+from offbeat.strategies.solvers.fusion import cap_fusion
 from offbeat.testing.conformance import equals_equations, moves_everything, shares
 from offbeat.testing.conformance import plan_is_pure as is_pure
 from offbeat.testing.conformance import plan_is_sound as is_sound
@@ -423,7 +424,7 @@ def test_due_at_forward_takes_what_the_solver_says():
         if any(len(t.payload.buckets) > 1 for t in plan.transfers):
             continue
         job = late.Planning("", profile, strategy.period, strategy.when, strategy.state)
-        cycle = candidates.cycle_of(job, "forward")
+        cycle = planner.cycle_of(job, "forward")
         order = [
             [t.payload.buckets[0] for t in at(plan, h) if t.payload.buffer == "param"]
             for h in range(plan.period)
@@ -445,10 +446,10 @@ def test_a_piece_of_several_buckets_is_due_when_the_first_of_them_is_needed():
 @pytest.mark.parametrize("due", ["end", "forward"])
 def test_filling_costs_nothing(due):
     whole = whole_buckets(7)
-    plain = candidates.of_sets(JOB, due, whole, ((0, 1, 2, 3, 4), (5, 6)))
-    filled = candidates.filled(JOB, plain)
+    plain = planner.of_sets(JOB, due, whole, ((0, 1, 2, 3, 4), (5, 6)))
+    filled = planner.filled(JOB, plain)
     assert any(filled.fill)
-    cycle = candidates.cycle_of(JOB, due)
+    cycle = planner.cycle_of(JOB, due)
     for order, longer, more in zip(plain.sends, filled.sends, filled.fill, strict=True):
         assert sorted(longer) == sorted((*order, *more))
         assert cycle.seconds(longer) <= cycle.seconds(order) * (1 + 1e-9)
@@ -473,17 +474,17 @@ def test_what_is_due_at_the_next_forward_is_filled_where_that_costs_nothing():
 def test_every_candidate_averages_everything_once(due):
     """In pieces of its own, within the time that it states."""
     found = [
-        *candidates.of_layers(JOB, due, "auto"),
-        *candidates.of_runs(JOB, due, math.inf),
-        *candidates.of_slices(JOB, due, math.inf),
-        *candidates.all_at_once(JOB, due),
+        *planner.of_layers(JOB, due, "auto"),
+        *planner.of_runs(JOB, due, math.inf),
+        *planner.of_slices(JOB, due, math.inf),
+        *planner.all_at_once(JOB, due),
     ]
     assert len(found) == 10
     for one in found:
         sent = [one.pieces[i] for order in one.sends for i in order]
         assert {b for piece in sent for b in piece.buckets} == {*range(7)}
         assert sum(Fraction(len(piece.buckets), piece.parts) for piece in sent) == 7
-        plan = candidates.plan_of(JOB, one)
+        plan = planner.plan_of(JOB, one)
         assert check(plan) == []
         seconds = predict_plan(plan, SMALL).iteration_s * 2
         assert seconds == pytest.approx(one.seconds)
@@ -501,10 +502,10 @@ def test_all_at_once_hides_behind_what_comes_before_the_next_forward(times):
     """And without a bucket's own update, whose bound counts one of all."""
     profile = replace(fast_link(SMALL, times), other_s=0.02, step_s=5e-3)
     job = replace(JOB, profile=profile)
-    *_, local = candidates.all_at_once(job, "forward")
-    plan = candidates.plan_of(job, local)
+    *_, local = planner.all_at_once(job, "forward")
+    plan = planner.plan_of(job, local)
     assert predict_plan(plan, profile).iteration_s * 2 == pytest.approx(local.seconds)
-    bound_s = late.forward_bound_s(job, candidates.cycle_of(job, "forward"))
+    bound_s = late.forward_bound_s(job, planner.cycle_of(job, "forward"))
     assert bound_s * 2 <= local.seconds * (1 + 1e-9)
 
 

@@ -178,7 +178,7 @@ def test_a_neighbour_that_was_given_up_is_taken_again() -> None:
         warm(workers)
         peers = workers[1].gossip._peers
         peers._tries[0] = 100  # so that it waits for seconds before it connects again
-        workers[1].gossip._commands.append(lambda: peers.drop(0, "cut"))
+        workers[1].gossip._commands.append(lambda: peers.drop(0))
         peers._retry_at_s[0] = time.monotonic() + 2.5
         peers.wake()
         until(lambda: workers[2].gossip.view.edges() == [(0, 2), (1, 2)])
@@ -228,12 +228,12 @@ def test_a_neighbour_that_comes_again_hears_everything() -> None:
     with job(nx.complete_graph(3), flats(3)) as workers:
         gossip, sent, done = workers[0].gossip, [], threading.Event()
 
-        hello = {**workers[1].gossip.hello(0), "known": [(0, 1, 4, int(State.UP), 0.0)]}
+        hello = {**workers[1].gossip._neighbours.hello(0), "known": [(0, 1, 4, int(State.UP), 0.0)]}
 
         def come() -> None:
             gossip.view.merge([(1, 2, 8, int(State.DOWN), 0.0)])
             gossip._peers.send = lambda to, kind, **about: sent.append((to, kind, about))
-            gossip.on_connect(1, hello)
+            gossip._neighbours.on_connect(1, hello)
             del gossip._peers.send
             done.set()
 

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections import deque
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,14 +27,13 @@ from offbeat import A2CiD2, cli
 from offbeat.cli import texts
 from offbeat.frames.frames import WireError
 from offbeat.gossip import startup as gossiping
-from offbeat.gossip.agreement import Agreement
-from offbeat.gossip.clock import Line
 from offbeat.gossip.joining import Place
 from offbeat.gossip.peers import Peers, _Peer
 from offbeat.gossip.protocol import Kind
+from offbeat.gossip.settings import Member
 from offbeat.gossip.startup import _print_join_command
-from offbeat.gossip.state import AVERAGING, Change
-from offbeat.gossip.view import State
+from offbeat.gossip.state import AVERAGING
+from offbeat.gossip.view import State, View
 from offbeat.gossip.worker import Gossip
 from offbeat.jobs.interval import combine
 from offbeat.jobs.record_lines import load
@@ -137,10 +135,13 @@ def test_who_joins_does_not_wait_for_the_dead() -> None:
 @pytest.mark.parametrize("reachable", [[], [2]])
 def test_a_joining_worker_needs_one_neighbour(reachable: list[int]) -> None:
     gossip: Any = Gossip.__new__(Gossip)
-    gossip.me, gossip._joined, gossip._error = 4, True, None
+    gossip.me, gossip._error = 4, None
     gossip._neighbours = SimpleNamespace(never_came={1})
-    gossip._changed, gossip._notices = threading.Condition(), deque()
-    gossip._settings = SimpleNamespace(silent_s=0.0, timeout_s=0.0)
+    gossip._changed = threading.Condition()
+    gossip._settings: Any = SimpleNamespace(silent_s=0.0, timeout_s=0.0)
+    nothing: Any = None
+    view = View(4, [(1, 4)])
+    gossip._member = Member(gossip._settings, nothing, nothing, view, has_joined=True)
     gossip._peers = SimpleNamespace(reachable=lambda: reachable)
     if reachable:
         gossip.connect()
@@ -191,7 +192,7 @@ def test_meetings_begin_anew_when_a_newcomer_can_be_talked_to() -> None:
         def again() -> None:
             gossip._neighbours.never_came.add(0)
             versions.extend(version for _, _, version, *_ in gossip.view.changed_edges())
-            gossip.on_connect(0, workers[0].gossip.hello(2))
+            gossip._neighbours.on_connect(0, workers[0].gossip._neighbours.hello(2))
             versions.extend(version for _, _, version, *_ in gossip.view.changed_edges())
 
         gossip._commands.append(again)
@@ -284,23 +285,14 @@ class _Unwilling:
         raise ZeroDivisionError
 
 
-def test_a_place_travels_as_it_is() -> None:
-    place = Place(
-        7,
-        [(0, 1)],
-        [(0, 1, 3, 1, 0.5)],
-        {0: ("10.0.0.1", 4000)},
-        Agreement(
-            [(0, 1)], 0.5, 1.0, 7, 50.0, 3, 1, Line(1.0, 2.0, 0.25), (Change(0.0, 0.1, 0.5, 0.6),)
-        ),
-        4,
-    )
-    data = json.loads(json.dumps(place.pack()))
-    assert Place.unpack(data) == place
-    with pytest.raises(WireError, match="must be pairs of workers"):
-        Place.unpack({**data, "first": 3})
-    with pytest.raises(WireError, match="cannot be"):
-        Place.unpack({**data, "near": 3})
+def test_places_that_cannot_be() -> None:
+    data = {"me": 7, "first": [[0, 1]], "near": {"0": ["10.0.0.1", 4000]}, "held": 4}
+    place = Place.unpack(data, 0.5, torch.zeros(1))
+    assert (place.me, place.first, place.held) == (7, [(0, 1)], 4)
+    assert place.near == {0: ("10.0.0.1", 4000)}
+    for wrong in ({"first": 3}, {"near": 3}, {"held": None}):
+        with pytest.raises(WireError):
+            Place.unpack({**data, **wrong}, 0.5, torch.zeros(1))
 
 
 SCRIPT = """
@@ -404,9 +396,9 @@ def test_a_neighbour_that_connects_anew_leaves_its_earlier_connection() -> None:
     earlier, new = (_Peer(Mock(bytes_sent=5), 1) for _ in range(2))
     peers.me, peers._sent_before, peers._selector = 2, 0, Mock()
     peers._connections, peers._pending, peers._peers = {1: earlier}, {new}, {earlier, new}
-    peers._tries, peers._retry_at_s, peers._gossip = {1: 3}, {}, Mock()
+    peers._tries, peers._retry_at_s, peers.receiver = {1: 3}, {}, Mock()
     peers._introduce(new, SimpleNamespace(header=SimpleNamespace(rank=1, kind=Kind.HELLO), meta={}))
-    assert [name for name, *_ in peers._gossip.method_calls] == ["on_disconnect", "on_connect"]
+    assert [name for name, *_ in peers.receiver.method_calls] == ["on_disconnect", "on_connect"]
     assert earlier.connection.close.called  # type: ignore[attr-defined]
     assert (peers._connections, peers._pending, peers._tries) == ({1: new}, set(), {1: 0})
     assert peers.bytes_sent == 10

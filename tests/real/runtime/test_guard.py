@@ -43,7 +43,7 @@ FALLS = [
     (guards(GUARDED, RISING), 3, "the loss rose to "),
     (guards(GUARDED, INFINITE), 2, "the loss is not finite"),
 ]
-DEFT = guards(DeFT(forward=1, backward=1), INFINITE)
+DEFT = guards(DeFT(), INFINITE)
 GOES_DOWN, NOISY = guards(GUARDED, FALLING), guards(NOISE, FALLING)
 TWO_RATES = guards(RATE, {}, (0.05, 0.1))
 
@@ -85,7 +85,8 @@ def test_falls_back_when_the_loss_departs() -> None:
 def test_deft_falls_back() -> None:
     ranks = guarded(DEFT)
     assert ranks[0].strategies[-1] == "wfbp"
-    assert len(ranks[0].decisions) == 1
+    [decision] = [d for d in ranks[0].decisions if "fell back" in d["what"]]
+    assert decision == ranks[0].decisions[-1]
 
 
 @TWO.each(support.without_a_window, *((DeFT(), observed, ITERATIONS) for observed in (False, True)))

@@ -62,7 +62,7 @@ def reference(script: Script, strategy: Merging) -> list[Replica]:
 PAUSED: tuple[tuple[Strategy, tuple[int, ...], int], ...] = (
     (MEANS, (4,), ITERATIONS),
     (PAIRS, (3, 4), ITERATIONS),
-    (DeFT(forward=1, backward=1), (0, 6), ITERATIONS),
+    (DeFT(), (0, 6), ITERATIONS),
 )
 
 

@@ -13,6 +13,7 @@ import pytest
 from cases import oddities, workers
 from cases.batches import Batch, Call
 from cases.comparing import assert_close, assert_same, sets_of
+from cases.merging import Merging
 from cases.models import Case, Loop, profile_of
 from cases.strategy_lists import STRATEGIES
 from cases.workers import Trained
@@ -25,7 +26,6 @@ from offbeat import (
     WFBP,
     Cyclic,
     DeAR,
-    DeFT,
     DreamDDP,
     LocalSGD,
     PartialSync,
@@ -193,7 +193,7 @@ def test_what_is_observed_of_a_script_that_clips() -> None:
 
 # ---- what is refused ------------------------------------------------------------------------
 
-FIXED = DeFT(forward=1, backward=1)  # its plan does not depend on measured times
+FIXED = Merging()  # its plan does not depend on measured times
 FOUR = {"observe": 4, "min_bucket_bytes": 1}
 SKIPS_ALONE = Loop(skipped=frozenset({(1, 1)}))
 

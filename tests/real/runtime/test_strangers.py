@@ -89,7 +89,7 @@ def test_begun_anew_after_a_failure() -> None:
         assert all(map(torch.equal, weights, ranks[0][1]))
 
 
-ONE_SIDED = (DeFT(forward=1, backward=2), DiLoCo(period=2, fragments=1))
+ONE_SIDED = (DeFT(), DiLoCo(period=2, fragments=1))
 
 
 @TWO.given(strangers.outcomes, [(strangers.loads_on_one_rank, s) for s in ONE_SIDED], 0.0, 3.0)

@@ -19,9 +19,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from offbeat.strategies.solvers import inputs as _check
 from offbeat.strategies.solvers import knapsack
-from offbeat.strategies.solvers.inputs import Numbers
+from offbeat.strategies.solvers.knapsack import Numbers
 
 MOST_GENERATIONS = 8  # largest number simulated; without a repetition the best stretch is repeated
 
@@ -112,18 +111,22 @@ def simulate(
         names: names of the pieces for error messages.
 
     Raises:
-        ValueError: an argument is invalid, or a piece fits into neither window.
+        ValueError: a piece fits into neither window.
 
     Source: DeFT, Algorithm 2.
     """
-    for name, window_s in (("forward_s", forward_s), ("backward_s", backward_s)):
-        _check.number(name, window_s)
-    ready = _check.ready(ready_s)
-    rows = [_check.numbers(f"weights_s[{k}]", row) for k, row in enumerate(weights_s)]
-    for k, row in enumerate(rows):
-        _check.same_length(f"weights_s[{k}]", row, "ready_s", ready)
-    windows = _Windows(forward_s, backward_s, ready, np.stack(rows), solver)
-    return _schedule(windows, most_updates(forward_s, backward_s, weights_s), names)
+    ready, weights = (np.array(numbers, dtype=np.float64) for numbers in (ready_s, weights_s))
+    windows = _Windows(forward_s, backward_s, ready, weights, solver)
+    enough = most_updates(forward_s, backward_s, weights_s)
+    search = _Search(windows, [], [(0, frozenset())])
+    search.run(enough, names)
+    if search.best is None:
+        # From any queue, the queues can return to the state after a close that sends nothing early.
+        first = Iteration((), (), (), closes=True)
+        search = _Search(windows, [first], [(1, frozenset(range(windows.count)))])
+        search.run(enough, names)
+    assert search.best is not None
+    return search.best
 
 
 def most_updates(
@@ -148,63 +151,9 @@ def _worth(weights_s: Numbers) -> tuple[Numbers, Numbers]:
     return worth_s, (worth_s / np.where(weights_s > 0, weights_s, 1.0)).max(axis=1, initial=0.0)
 
 
-def fifo(forward: int, backward: int, ready_s: Sequence[float], backward_s: float) -> Schedule:
-    """Return the schedule with fixed numbers of pieces per window on one link, first in, first out.
-
-    Backward sends pieces of the current queue first, then pieces of the future queue that are ready
-    before the end of backward.
-
-    Args:
-        forward: number of pieces per forward.
-        backward: number of pieces per backward.
-        ready_s: seconds from the start of backward to each piece's gradient, non-decreasing.
-        backward_s: seconds of backward.
-
-    Raises:
-        ValueError: an argument is invalid, or no piece is ever sent.
-
-    Source: DeFT, Section III-B (f and b), as a baseline for the knapsacks.
-    """
-    ready = _check.ready(ready_s).tolist()
-    for name, count in (("forward", forward), ("backward", backward)):
-        if count < 0:
-            raise ValueError(f"{name} ({count}) must be at least 0; give a number of pieces")
-    early = tuple(Send(piece, 0) for piece, at_s in enumerate(ready) if at_s < backward_s)
-    return _schedule(_Counts(forward, backward, early, len(ready)), 1.0, (), len(ready) + 2)
-
-
-@dataclass(frozen=True)
-class _Counts:
-    """Policy with fixed numbers of pieces per window.
-
-    A policy determines the messages of an iteration from its current queue. `count` is the number
-    of pieces.
-    """
-
-    forward: int
-    backward: int
-    early: tuple[Send, ...]
-    count: int
-
-    def iteration(self, queue: _Queue) -> Iteration:
-        waiting = tuple(Send(piece, 0) for piece in sorted(queue))
-        left = waiting[self.forward :]
-        current = left[: self.backward]
-        closes = len(current) == len(left)
-        future = self.early[: self.backward - len(current)] if closes else ()
-        return Iteration(waiting[: self.forward], current, future, closes)
-
-    def early_sends(self, last: Iteration, pieces: _Queue) -> tuple[Send, ...] | None:
-        """Return `future` of the closing iteration `last` with just these pieces, or None if they
-        cannot be sent in their own backward."""
-        # Pieces are sent in a fixed order, so a close leaves one of at most `count` + 1 queues.
-        # Hence the queues repeat exactly.
-        return last.future if _pieces(last.future) == pieces else None
-
-
 @dataclass(frozen=True)
 class _Windows:
-    """Policy in which a knapsack chooses the pieces of each window."""
+    """Windows of an iteration, for each of which a knapsack chooses the pieces."""
 
     forward_s: float
     backward_s: float
@@ -282,38 +231,18 @@ class _Windows:
         return tuple(Send(twins[self.twins[piece]].popleft(), link) for piece, link in chosen)
 
 
-def _schedule(
-    policy: _Counts | _Windows,
-    enough: float,
-    names: Sequence[str],
-    most_generations: int = MOST_GENERATIONS,
-) -> Schedule:
-    """Simulate the queues from an empty one; return the schedule that repeats the best stretch."""
-    search = _Search(policy, most_generations, [], [(0, frozenset())])
-    search.run(enough, names)
-    if search.best is None:
-        # From any queue, the queues can return to the state after a close that sends nothing early.
-        first = Iteration((), (), (), closes=True)
-        search = _Search(policy, most_generations, [first], [(1, frozenset(range(policy.count)))])
-        search.run(enough, names)
-    assert search.best is not None
-    return search.best
-
-
 @dataclass
 class _Search:
     """Simulation of the queues that searches the best stretch to repeat.
 
     Attributes:
-        policy: policy of the iterations.
-        most_generations: limit of simulated generations.
+        windows: windows of an iteration.
         iterations: simulated iterations.
         closes: for each close, the number of iterations so far and the pieces left unsent.
         best: schedule with most updates per iteration so far.
     """
 
-    policy: _Counts | _Windows
-    most_generations: int
+    windows: _Windows
     iterations: list[Iteration]
     closes: list[tuple[int, _Queue]]
     best: Schedule | None = None
@@ -324,11 +253,11 @@ class _Search:
         Stop earlier if the best schedule has at least `enough` updates per iteration.
         """
         queue = self.closes[-1][1]
-        while len(self.closes) <= self.most_generations:
-            iteration = self.policy.iteration(queue)
+        while len(self.closes) <= MOST_GENERATIONS:
+            iteration = self.windows.iteration(queue)
             self.iterations.append(iteration)
             if iteration.closes:
-                queue = frozenset(range(self.policy.count)) - _pieces(iteration.future)
+                queue = frozenset(range(self.windows.count)) - _pieces(iteration.future)
                 self._repeat(iteration)
                 again = any(queue == left for _, left in self.closes)
                 self.closes.append((len(self.iterations), queue))
@@ -350,7 +279,7 @@ class _Search:
             rate = generations / (len(self.iterations) - first)
             if self.best and rate <= self.best.updates_per_iteration:
                 continue
-            future = self.policy.early_sends(last, frozenset(range(self.policy.count)) - left)
+            future = self.windows.early_sends(last, frozenset(range(self.windows.count)) - left)
             if future is not None:
                 cycle = (*self.iterations[first:-1], replace(last, future=future))
                 self.best = Schedule(tuple(self.iterations[:first]), cycle)
