@@ -23,7 +23,6 @@ from offbeat.core.transport.heartbeat import open_heartbeat
 from offbeat.core.transport.interfaces import LinkSpec, connects_lazily, group_environment
 from offbeat.core.transport.rendezvous import missing_keys, run_checked
 from offbeat.core.transport.reports import Reports
-from offbeat.core.transport.tagged import all_gather
 
 _met = 0  # number of `Control` objects that this process has created together with all ranks
 COUNT, COMPLETE = "count", "complete"  # keys of a wait of all ranks
@@ -198,29 +197,15 @@ class Control(Reports):
         return self.gather(value if self.rank == 0 else None)[0]
 
     def is_same(self, numbers: Sequence[int], groups: Groups = ()) -> bool:
-        """Whether all ranks have the same numbers of at most 63 bits, by one small exchange.
+        """Whether all ranks have the same numbers.
 
         Args:
             numbers: numbers of this rank.
             groups: ranks to compare with each other, in groups; () for all ranks.
         """
-        if groups:
-            everyone = self.gather([*numbers])
-            return all(everyone[rank] == everyone[own[0]] for own in groups for rank in own)
-        own = torch.tensor(numbers, dtype=torch.int64, device="cpu")
-        with self.collective("comparing values"):
-            rows = self.run_checked(lambda: all_gather(own, self.group))
-        return bool((rows == own).all())
-
-    def largest(self, number: int) -> int:
-        """Return the largest number of all ranks, by one small exchange.
-
-        Raises:
-            RuntimeError: the exchange has failed. Nothing is reported.
-        """
-        own = torch.tensor([number], dtype=torch.int64, device="cpu")
-        with self.waiting("comparing values"):
-            return int(self.run_checked(lambda: all_gather(own, self.group)).max())
+        everyone = self.gather([*numbers])
+        together = groups or [range(self.world_size)]
+        return all(everyone[rank] == everyone[own[0]] for own in together for rank in own)
 
     def agree(self, what: str, value: Any, remedy: str) -> None:
         """Require equal values on all ranks.
