@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from offbeat.core.measuring.loss import LossTap
-from offbeat.core.measuring.noise import Metering, RankStatistics, Training, noise_of
 from offbeat.core.profile import GradientNoise
+from offbeat.strategies.gradient_noise import Metering, RankStatistics, Training, noise_of
 from offbeat.strategies.loss_watch import LossWatch
 
 WINDOW = 10  # iterations in a window of losses
