@@ -54,6 +54,7 @@ STRATEGIES = {
 NODE = 8  # ranks of each replica of plans with nodes
 WITH_NODES = ("wfbp", "dreamddp:period=8", "diloco:period=50")
 BUCKETS, BUCKET_BYTES = 24, 4 << 20
+RECEIVED_BYTES = 480  # most bytes that the host of the store receives in a heartbeat
 GRAPHS = {"ring": 8192, "exponential": 8192, "torus": 1024}
 # Offsets in `struct tcp_info` of linux/tcp.h: acknowledged and received bytes, segments with data.
 TCP_INFO_BYTES, BYTES, SEGMENTS_SENT = 160, 120, 156
@@ -129,7 +130,7 @@ def heartbeat(ranks: int) -> dict[str, float]:
     """Return the costs of a read of rank 0, and the times that follow from the number of
     ranks."""
     from offbeat.core.transport import heartbeat as module
-    from offbeat.core.transport.heartbeat_traffic import interval_s, traffic_bps
+    from offbeat.core.transport.failure_detector import interval_s
 
     store: Any = _DictStore()
     first = module.Heartbeat(store, 0, ranks)
@@ -142,7 +143,7 @@ def heartbeat(ranks: int) -> dict[str, float]:
     return {
         "interval_s": interval_s(ranks),
         "timeout_s": detector.timeout_s,
-        "received_kbps": traffic_bps(ranks) / 1e3,
+        "received_kbps": 8 * RECEIVED_BYTES * (ranks - 1) / interval_s(ranks) / 1e3,
         "read_s": seconds,
         "busy_share": seconds / detector.poll_s,
         "table_kb": len(store.values[module.TABLE]) / 1e3,

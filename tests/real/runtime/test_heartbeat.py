@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed.distributed_c10d import PrefixStore
 
 import offbeat
-from offbeat.core.transport import failure_detector, heartbeat, heartbeat_traffic, rendezvous
+from offbeat.core.transport import failure_detector, heartbeat, rendezvous
 from offbeat.core.transport.control import Control
 from offbeat.core.transport.failure_detector import (
     ABORTED,
@@ -73,7 +73,7 @@ class Store:
 @pytest.fixture
 def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Store, list[Heartbeat]]]:
     """Heartbeats of four ranks that have read each other; rank 3 is the observer."""
-    monkeypatch.setattr(heartbeat_traffic, "INTERVAL_S", 0.02)
+    monkeypatch.setattr(failure_detector, "INTERVAL_S", 0.02)
     for module in (heartbeat, failure_detector):
         monkeypatch.setattr(module, "STORE_TIMEOUT_S", 0.2)
     monkeypatch.setattr(failure_detector, "HEARTBEAT_TIMEOUT_S", 0.8)

@@ -1,4 +1,7 @@
-"""Failure detector: statuses of all ranks, and the suspects that follow from them, without I/O."""
+"""Failure detector: statuses of all ranks, and the suspects that follow from them, without I/O.
+
+It is imported without torch by reports of jobs.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from offbeat.core.transport.heartbeat_traffic import MAX_INTERVAL_S, interval_s
-
+INTERVAL_S = 0.5  # lower bound of `interval_s`
+MAX_EXCHANGES_PER_S = 128  # limit of the exchanges of all ranks with the store per second
+# Limit of the interval, which precedes the other one. With 8192 ranks, an interval of 64 s would
+# detect a failure only after 160 s, when waits of other ranks have ended.
+MAX_INTERVAL_S = 8.0
 STORE_TIMEOUT_S = 1.0  # a store request that takes longer marks the store as lost
 HEARTBEAT_TIMEOUT_S = 2.0  # lower bound of `FailureDetector.timeout_s`
 MAX_READS_PER_S = 256  # limit of the heartbeats that rank 0 reads per second
@@ -26,6 +32,11 @@ ACTIVE = (RUNNING, WAITING)  # states of a rank that still takes part in the job
 IN_SCRIPT = "in its script"  # activity of a rank outside of forward, backward and consolidate
 
 Status = list[Any]  # JSON form of a status: [iteration, state, activity, suspects]
+
+
+def interval_s(world_size: int) -> float:
+    """Return the seconds between two exchanges of a rank with the store."""
+    return max(INTERVAL_S, min(world_size / MAX_EXCHANGES_PER_S, MAX_INTERVAL_S))
 
 
 @dataclass
