@@ -30,7 +30,7 @@ RETRY_S = 0.02  # pause before another connection; least limit of a wait
 FIRST_PAUSE_S, PAUSE_S = 0.001, 0.1
 ANSWER_S = 3.0  # longest time for an answer of the store beyond the limit of a request
 CHECK_EVERY_S = 0.2  # seconds between two checks whether a request is to be given up
-READ_S = 1.0  # longest time for which rank 0 keeps the store open after an error
+READ_S = 1.0  # time for which rank 0 keeps the store open after an error
 
 
 def connect_store(rank: int, world_size: int, timeout_s: float) -> PrefixStore:
@@ -123,9 +123,7 @@ def _enter(store: Any, rank: int, world_size: int, until_s: float) -> PrefixStor
         if not _appears(store, met, until_s):
             missing = _missing(store, token, range(1, world_size))
             raise TimeoutError(_describe_missing(missing or [0]))
-        error = store.get(met).decode()
-        store.set(f"offbeat/read/{token}/{rank}", "")
-        if error:
+        if error := store.get(met).decode():
             raise TimeoutError(error)
     return PrefixStore(f"offbeat/{token}", store)
 
@@ -144,10 +142,7 @@ def _welcome(store: Any, token: str, world_size: int, until_s: float) -> None:
         if time.monotonic() > until_s and (missing := _missing(store, token, missing)):
             text = _describe_missing(missing)
             store.set(f"offbeat/met/{token}", text)
-            present = {*range(1, world_size)} - {*missing}
-            read_s = time.monotonic() + READ_S
-            for rank in present:  # they lose the store if this process ends
-                _appears(store, f"offbeat/read/{token}/{rank}", read_s)
+            time.sleep(READ_S)  # other ranks lose the store if this process ends
             raise TimeoutError(text)
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, PAUSE_S)
