@@ -17,7 +17,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 import offbeat
 from offbeat.core.plan import Groups
 from offbeat.core.transport import packed
-from offbeat.core.transport.agreement import StoreAgreement, compare_versions, require_equal
+from offbeat.core.transport.agreement import StoreAgreement, compare_versions
 from offbeat.core.transport.gloo_devices import share_devices
 from offbeat.core.transport.heartbeat import open_heartbeat
 from offbeat.core.transport.interfaces import LinkSpec, connects_lazily, group_environment
@@ -206,19 +206,6 @@ class Control(Reports):
         everyone = self.gather([*numbers])
         together = groups or [range(self.world_size)]
         return all(everyone[rank] == everyone[own[0]] for own in together for rank in own)
-
-    def agree(self, what: str, value: Any, remedy: str) -> None:
-        """Require equal values on all ranks.
-
-        Args:
-            what: name of the value in the error.
-            value: value of this rank.
-            remedy: last part of the error.
-
-        Raises:
-            ValueError: on every rank, if values differ; names the ranks that differ.
-        """
-        require_equal(what, self.gather(value), remedy)
 
     def store(self, name: str) -> Store:
         """Return a part of the job's store, for keys with the prefix `name`."""
