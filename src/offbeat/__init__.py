@@ -128,7 +128,7 @@ register_parts(
         "offbeat.lab.pace:paced_profile",
         "offbeat.lab.turns:Turns",
         "offbeat.strategies.convergence:ConvergenceGuard",
-        "offbeat.strategies.gradient_noise:Metering",
+        "offbeat.strategies.convergence:Metering",
         "offbeat.strategies.levels:two_levels",
         "offbeat.strategies.levels:variant_of",
     )

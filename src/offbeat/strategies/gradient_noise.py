@@ -115,13 +115,14 @@ class Metering(Observer):
             age = max((a.arg("age", 0) for a in plan.applies), default=0)
             self.meter.add_average(self._gradients(range(plan.buckets), age), len(applied))
 
-    def noise(self, losses: list[float]) -> GradientNoise | None:
+    def noise(self, losses: Sequence[Tensor]) -> GradientNoise | None:
         """Return the gradient noise since the last call, from all ranks; see `noise_of`.
 
         Args:
             losses: losses of this rank.
         """
-        seen = RankStatistics.of(losses, self.meter.take(), self._engine.optimizer)
+        numbers = [float(loss) for loss in losses]
+        seen = RankStatistics.of(numbers, self.meter.take(), self._engine.optimizer)
         everyone = self._engine.control.gather(asdict(seen))
         return noise_of([RankStatistics(**fields) for fields in everyone])
 

@@ -235,7 +235,6 @@ class ProfileObserver(Observer):
         each other in every iteration, and their mean jitter.
         """
         control, topology = cluster.control, cluster.topology
-        losses = [float(loss) for loss in self._losses]
         observed_s = least_message_s(control.gather(self._messages))
         links = [
             at_observed_rate(link, sum(flat.sizes_bytes), observed_s)
@@ -283,7 +282,7 @@ class ProfileObserver(Observer):
             and tuple(fmean(rank_jitter[rank] for rank in node) for node in topology.nodes),
             model=model,
             contention=tuple(contention),
-            noise=None if flat.is_sharded else self._metering.noise(losses),
+            noise=None if flat.is_sharded else self._metering.noise(self._losses),
             broadcast_bytes=self._engine.module_buffers.size_bytes,
             topology=() if topology.is_flat else topology.sizes,
             inside=next((link for link in links if link.name not in cluster.specs), None),
