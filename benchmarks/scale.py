@@ -5,7 +5,7 @@
     python benchmarks/scale.py tables
 
 `model` takes one process: seconds and peak memory of plans and simulations, of one read of the
-heartbeat's collector, and of the constants of a graph. `prepare` starts real processes on the
+heartbeat at rank 0, and of the constants of a graph. `prepare` starts real processes on the
 loopback interface, which all prepare the same small model from a given profile: processor seconds,
 open files, threads, and the traffic of each process with the store by the counters of its TCP
 connections. With `--lazy`, gloo connects two ranks with their first message. `tables` fits
@@ -54,6 +54,7 @@ STRATEGIES = {
 NODE = 8  # ranks of each replica of plans with nodes
 WITH_NODES = ("wfbp", "dreamddp:period=8", "diloco:period=50")
 BUCKETS, BUCKET_BYTES = 24, 4 << 20
+RECEIVED_BYTES = 480  # most bytes that the host of the store receives in a heartbeat
 GRAPHS = {"ring": 8192, "exponential": 8192, "torus": 1024}
 # Offsets in `struct tcp_info` of linux/tcp.h: acknowledged and received bytes, segments with data.
 TCP_INFO_BYTES, BYTES, SEGMENTS_SENT = 160, 120, 156
@@ -126,23 +127,23 @@ class _DictStore:
 
 
 def heartbeat(ranks: int) -> dict[str, float]:
-    """Return the costs of a read of the collector, and the times that follow from the number of
+    """Return the costs of a read of rank 0, and the times that follow from the number of
     ranks."""
     from offbeat.core.transport import heartbeat as module
-    from offbeat.core.transport.heartbeat_traffic import interval_s, traffic_bps
+    from offbeat.core.transport.failure_detector import interval_s
 
     store: Any = _DictStore()
-    collector = module.Heartbeat(store, 0, ranks)
+    first = module.Heartbeat(store, 0, ranks)
     status = [812, module.RUNNING, "in backward, waiting for grad of bucket layers.10.fc2", []]
     for rank in range(1, ranks):
         store.set(str(rank), json.dumps([7, status], separators=(",", ":")))
-    collector._exchange_heartbeats()
-    seconds = cost_of(collector._exchange_heartbeats)[0]
-    detector = collector.detector
+    first._exchange_heartbeats()
+    seconds = cost_of(first._exchange_heartbeats)[0]
+    detector = first.detector
     return {
         "interval_s": interval_s(ranks),
         "timeout_s": detector.timeout_s,
-        "received_kbps": traffic_bps(ranks) / 1e3,
+        "received_kbps": 8 * RECEIVED_BYTES * (ranks - 1) / interval_s(ranks) / 1e3,
         "read_s": seconds,
         "busy_share": seconds / detector.poll_s,
         "table_kb": len(store.values[module.TABLE]) / 1e3,
@@ -384,8 +385,8 @@ def heartbeat_table(known: Mapping[str, Any], ranks: Sequence[int]) -> dict[str,
         if f"heartbeat|{count}" in known
     ]
     columns = ["ranks", "interval, s", "timeout, s", "received by the store, kbit/s"]
-    columns += ["share of a core of the collector", "table, KB"]
-    title = "Heartbeats: times, traffic, and the collector"
+    columns += ["share of a core of rank 0", "table, KB"]
+    title = "Heartbeats: times, traffic, and rank 0"
     return {"name": "heartbeats", "title": title, "columns": columns, "rows": rows}
 
 

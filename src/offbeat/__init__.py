@@ -132,6 +132,7 @@ register_parts(
         "offbeat.lab.pace:paced_profile",
         "offbeat.lab.turns:Turns",
         "offbeat.strategies.convergence:ConvergenceGuard",
+        "offbeat.strategies.convergence:Metering",
         "offbeat.strategies.levels:two_levels",
         "offbeat.strategies.levels:variant_of",
         "offbeat.strategies.schedulers:SchedulerGate",

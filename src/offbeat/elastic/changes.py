@@ -184,7 +184,7 @@ class MemberChanges:
     def _unite(self, act: Callable[[], None]) -> None:
         act()
         self._note_union()
-        self._cluster.control.largest(0)  # no rank trains on before all have the average
+        self._cluster.control.gather(None)  # no rank trains on before all have the average
 
     def _note_union(self) -> None:
         """Note that this rank has completed an average of whole replicas."""
@@ -238,7 +238,7 @@ class MemberChanges:
         from offbeat.membership import Epoch, MembershipError
 
         control, member = self._cluster.control, self._member
-        newest = control.largest(member.watch.version)
+        newest = max(control.gather(member.watch.version))
         if newest <= self._handled:
             return
         own, has_answer = None, True

@@ -243,7 +243,7 @@ class MemberSession(FlatSession):
         control.set_iteration(self.engine.iteration)
         self.planner.begin_again(profile)
         self._feed_buffers(joining)
-        control.largest(0)  # no rank trains before all have this plan
+        control.gather(None)  # no rank trains before all have this plan
         self.engine.begin()
 
     def join(self, facts: Mapping[str, Any]) -> None:
@@ -272,7 +272,7 @@ class MemberSession(FlatSession):
         engine.hooks.held = facts["held"]
         engine.run.context.memory.update(facts["memory"])
         self._feed_buffers(facts["joining"])
-        control.largest(0)
+        control.gather(None)
         self._united = engine.iteration
 
     def _joining_facts(self) -> dict[str, Any]:

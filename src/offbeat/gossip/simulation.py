@@ -16,11 +16,11 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from offbeat.core.sim.kernel import Inbox, Kernel, Port, Process, Stream
 from offbeat.core.sim.ranks import lognormal
 from offbeat.gossip.graphs import Edge, Rates
 from offbeat.gossip.pairing import Action, Begin, Pairing, Requests
 from offbeat.gossip.protocol import Kind
+from offbeat.sessions.kernel import Inbox, Kernel, Port, Process, Stream
 
 DRAWS = 256  # random numbers per call of the generator
 

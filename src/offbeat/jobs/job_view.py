@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from offbeat.core.transport.heartbeat_traffic import interval_s
+from offbeat.core.transport.failure_detector import interval_s
 from offbeat.jobs.interval import Interval
 from offbeat.jobs.membership_history import EVENT, MembershipHistory
 from offbeat.jobs.record_folder import ALIVE_TIMEOUT_S, as_object, find_runs, read_object

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -85,11 +85,6 @@ class MemoryControl(Control):
     def gather(self, value: Any) -> list[Any]:
         given = self._exchange.gather(self.rank, pack(value), "exchanging values")
         return [unpack(data, rank) for rank, data in enumerate(given)]
-
-    def is_same(self, numbers: Sequence[int], groups: Groups = ()) -> bool:
-        given = self._exchange.gather(self.rank, list(numbers), "comparing values")
-        parts = groups or (tuple(range(self.world_size)),)
-        return all(given[rank] == given[part[0]] for part in parts for rank in part)
 
     def share(self, tensor: Tensor) -> list[Tensor]:
         """Return copies of the tensors of all ranks, by rank. Every rank must call it."""

@@ -18,12 +18,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offbeat.core.profile import Profile
-from offbeat.core.sim.kernel import Inbox, Kernel, Port, Process, Stream
 from offbeat.core.sim.prediction import RANDOM_ITERATIONS, Conditions, Prediction
 from offbeat.core.sim.ranks import Ranks
 from offbeat.core.sim.simulation import LEAST_ITERATIONS, MAX_RANKS
 from offbeat.core.sim.trace import COMPUTE, Span, Trace
 from offbeat.server.clocks import Clocks
+from offbeat.sessions.kernel import Inbox, Kernel, Port, Process, Stream
 from offbeat.sessions.separate_workers import Server, compute_seconds, server_of
 
 if TYPE_CHECKING:

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from offbeat.core.measuring.loss import LossTap
-from offbeat.core.measuring.noise import Metering, RankStatistics, Training, noise_of
 from offbeat.core.profile import GradientNoise
 from offbeat.core.strategy.interface import Planned
+from offbeat.strategies.gradient_noise import Metering, RankStatistics, Training, noise_of
 from offbeat.strategies.loss_watch import LossWatch
 
 if TYPE_CHECKING:

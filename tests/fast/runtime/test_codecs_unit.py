@@ -1,4 +1,4 @@
-"""Codecs inside: passes over pieces, compiled kernels, errors and anchors of a rank's messages."""
+"""Codecs inside: passes over pieces, errors and anchors of a rank's messages."""
 
 from __future__ import annotations
 
@@ -8,16 +8,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-import torch._inductor.config
 from cases.coding import PLAIN, SIZES, codec_of, profile_of
 from harness.ranks import run_ranks
 from harness.threads import memory_links
 from oracle.quadratic import Net
-from torch._dynamo.exc import TorchDynamoException
 
 from offbeat.core.buckets.flat import Flat
 from offbeat.core.buckets.layout import BucketSpec
-from offbeat.core.codecs import WIRES, blocks, fused, memory_of, pieces
+from offbeat.core.codecs import WIRES, memory_of, pieces
 from offbeat.core.codecs.average import Part, Settings, average
 from offbeat.core.codecs.pieces import PIECE
 from offbeat.core.codecs.tensor_codecs import code
@@ -48,64 +46,8 @@ def test_passes_over_several_pieces_change_no_bit(name, monkeypatch):
     for shape in ((2 * PIECE + 257,), (3, PIECE + 300), (2, 5)):
         with monkeypatch.context() as patch:
             on_host = there_and_back(name, shape)
-            for module in (pieces, blocks):
-                patch.setattr(module, "elements_per_pass", lambda _: pieces.ON_GPU)
+            patch.setattr(pieces, "elements_per_pass", lambda _: pieces.ON_GPU)
             assert all(map(torch.equal, there_and_back(name, shape), on_host))
-
-
-@pytest.mark.long
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own
-def test_compiled_passes_change_no_bit(monkeypatch):
-    """With the compiler for the host in place of the one for GPUs."""
-    plain, compiled = there_and_back("int4", (2 * PIECE,)), set()
-
-    def compile_it(work, **options):
-        compiled.add(work.__name__)
-        return compiler(work, **options)
-
-    compiler = torch.compile
-    monkeypatch.setattr(torch, "compile", compile_it)
-    for module in (pieces, blocks):
-        monkeypatch.setattr(module, "elements_per_pass", lambda _: pieces.ON_GPU)
-    monkeypatch.setattr(fused, "is_worth_compiling", lambda _: True)
-    # Without vector intrinsics: torch would compile programs to find out which ones there are.
-    with torch._inductor.config.patch({"cpp.vec_isa_ok": False, "compile_threads": 1}):
-        assert all(map(torch.equal, there_and_back("int4", (2 * PIECE,)), plain))
-    assert compiled == {"_scale", "_encode", "_add"}
-
-
-def test_what_cannot_be_compiled_runs_as_it_is(monkeypatch):
-    monkeypatch.setattr(fused, "is_worth_compiling", lambda _: True)
-    monkeypatch.setattr(torch, "compile", lambda *_, **__: broken)
-    seen = []
-
-    def broken(*_):
-        raise TorchDynamoException("no compiler")
-
-    @fused.fuse_kernels
-    def work(_, x):
-        seen.append(x)
-
-    with pytest.warns(UserWarning, match="no compiler"):
-        work(None, 1)
-    work(None, 2)
-    assert seen == [1, 2]
-
-
-def test_what_fails_in_a_compiled_kernel_runs_once(monkeypatch):
-    """The kernel may have changed its input, so a second run would encode other numbers."""
-    monkeypatch.setattr(fused, "is_worth_compiling", lambda _: True)
-    monkeypatch.setattr(torch, "compile", lambda work, **_: work)
-    x = torch.zeros(1)
-
-    @fused.fuse_kernels
-    def work(_, x):
-        x += 1
-        raise RuntimeError("device-side assert triggered")
-
-    with pytest.raises(RuntimeError, match="device-side"):
-        work(None, x)
-    assert x.item() == 1
 
 
 # ---- errors and anchors ---------------------------------------------------------------------

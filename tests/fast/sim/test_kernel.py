@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from offbeat.core.sim.kernel import FIRST_WINDOW, Inbox, Kernel, Port, Process, Stream, fair_shares
+from offbeat.sessions.kernel import FIRST_WINDOW, Inbox, Kernel, Port, Process, Stream, fair_shares
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,7 @@ def test_compiled_kernels_find_parameters_aligned() -> None:
 
 @pytest.mark.parametrize("wire", ["bf16", "fp16", "int8", "int4", "sign"])
 def test_codes_mean_the_same_on_a_gpu_and_on_the_host(wire: str) -> None:
-    """Bit for bit; large enough to be compiled."""
+    """Bit for bit."""
     used = codec(wire, {})
     x = torch.randn(2, (1 << 21) + 300, device="cuda")
     lost, codes = x.clone(), torch.empty(2, used.bytes_of(x.shape[-1]), dtype=torch.uint8).cuda()

@@ -19,9 +19,9 @@ from oracle.training import Replica, apply_merged, bsp, merged, replicas
 
 from offbeat import WFBP, DeFT
 from offbeat.core.measuring.loss import LossTap, accumulation, is_accumulating
-from offbeat.core.measuring.noise import NoiseMeter, is_scale_free, step_size
 from offbeat.strategies import Strategy
 from offbeat.strategies.convergence import ConvergenceGuard
+from offbeat.strategies.gradient_noise import NoiseMeter, is_scale_free, step_size
 
 WINDOW = 3
 ITERATIONS = 14

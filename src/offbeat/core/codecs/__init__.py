@@ -22,8 +22,7 @@ WIRES: dict[str, type[Codec]] = {}
 def register(cls: type[Codec]) -> type[Codec]:
     """Register a codec class for the wires of plans, and return it.
 
-    A codec that is not linear also needs a tensor implementation, see
-    `tensor_codecs.register_code`.
+    A codec that is not linear also needs a tensor implementation, see `Codec.tensor_code`.
 
     Raises:
         ValueError: a rule, vote or codec with this name is registered already.

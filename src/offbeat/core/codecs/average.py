@@ -19,12 +19,11 @@ from offbeat.core.codecs import Codec, PowerSGD, RandomK
 from offbeat.core.codecs.codec import Memory, shards
 from offbeat.core.codecs.pieces import CUT, PIECE, elements_per_pass
 from offbeat.core.codecs.powersgd import matrix_shape
-from offbeat.core.codecs.rows import HEAD_BYTES, Rows, make_tables, read_heads, write_heads
+from offbeat.core.codecs.rows import Rows, read_heads, write_heads
 from offbeat.core.codecs.tensor_codecs import code
 from offbeat.core.plan.semantics import is_finite, shard_slice
 from offbeat.core.transport.collectives import Collectives
 
-PARTS = 4  # least parts that two ranks encode and send one after the other
 LARGEST = 1e38  # larger magnitudes than this, divided by the number of ranks, might overflow
 # Numbers per rank in the head of an all-reduce: 1 if the rank's values are not finite, then its
 # 63-bit origin in 3 numbers of 21 bits.
@@ -202,33 +201,18 @@ def _average_by_gather(part: Part, how: Settings, act: Collectives, bad: bool) -
     """Send all codes to all ranks. Every rank sums in rank order, so all ranks get equal bits.
 
     Numbers are encoded and decoded by parts if the codec allows it, with the same bits and bytes.
-    Two ranks send a part while they encode the next one.
     """
-    codes, like = code(how.codec), part.numbers
-    cuts = _cuts(part, how.codec, in_parts=act.duplex is not None)
-    duplex = act.duplex if len(cuts) > 1 else None
+    codes, like, cuts = code(how.codec), part.numbers, _cuts(part, how.codec)
     sizes = [how.codec.bytes_of(cut.stop - cut.start, like.dtype.itemsize) for cut in cuts]
-    layouts = [Rows(size, head_bytes=0) for size in (sizes if duplex else [sum(sizes)])]
-    layouts[0] = replace(layouts[0], head_bytes=HEAD_BYTES)
-    layouts[-1] = replace(layouts[-1], plain_bytes=part.plain.nbytes)
-    tables = make_tables(layouts, act.size, like.device)
-    coded = [rows.codes(table) for rows, table in zip(layouts, tables, strict=True)]
-    if duplex is None:
-        coded = list(coded[0].split(sizes, dim=1))
-    # Receives begin first: gloo sends to a rank that is ready to receive.
-    waits = [duplex.receive(table[1 - act.rank]) for table in tables] if duplex else []
-    write_heads(tables[0][act.rank], bad, how.origin)
-    plain = layouts[-1].plain_numbers(tables[-1][act.rank], part.plain.dtype)
-    plain.copy_(part.plain)
-    for i, cut in enumerate(cuts):
-        codes.encode(part.load(cut), coded[i][act.rank])
-        if duplex is not None:
-            waits.append(duplex.send(tables[i][act.rank]))
-    if duplex is None:
-        act.by_verb["all_gather"](tables[0].view(-1))
-    for wait in waits:
-        wait()
-    bad_ranks = _check_heads(tables[0], act)
+    rows = Rows(sum(sizes), part.plain.nbytes)
+    table = rows.make(act.size, like.device)
+    coded = rows.codes(table).split(sizes, dim=1)
+    write_heads(table[act.rank], bad, how.origin)
+    rows.plain_numbers(table[act.rank], part.plain.dtype).copy_(part.plain)
+    for cut, own in zip(cuts, coded, strict=True):
+        codes.encode(part.load(cut), own[act.rank])
+    act.by_verb["all_gather"](table.view(-1))
+    bad_ranks = _check_heads(table, act)
 
     def add(i: int, mean: Tensor) -> None:
         codes.add_all(coded[i], mean)
@@ -237,18 +221,16 @@ def _average_by_gather(part: Part, how: Settings, act: Collectives, bad: bool) -
             mean.fill_(math.nan)  # before it is stored
 
     part.store_means(cuts, add, keeps=not bad_ranks)
-    part.plain = _plain_mean(tables[-1], layouts[-1], part.plain)
-    return Outcome(bad_ranks, sum(table.nbytes for table in tables) // 2)
+    part.plain = _plain_mean(table, rows, part.plain)
+    return Outcome(bad_ranks, table.nbytes // 2)
 
 
-def _cuts(part: Part, codec: Codec, *, in_parts: bool) -> list[slice]:
-    """Return the parts of the numbers that are encoded one after the other; with `in_parts` at
-    least `PARTS`, if the numbers suffice."""
+def _cuts(part: Part, codec: Codec) -> list[slice]:
+    """Return the parts of the numbers that are encoded one after the other."""
     if not codec.piecewise or part.size <= PIECE:
         return [slice(0, part.size)]
     count = -(-part.size // max(CUT, elements_per_pass(part.numbers)))
-    cuts = shards(part.size, max(count, PARTS) if in_parts else count, PIECE)
-    return [cut for cut in cuts if cut.start < cut.stop]
+    return [cut for cut in shards(part.size, count, PIECE) if cut.start < cut.stop]
 
 
 def _average_by_scatter(part: Part, how: Settings, act: Collectives, bad: bool) -> Outcome:

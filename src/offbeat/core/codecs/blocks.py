@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from offbeat.core.codecs.codec import BLOCK, LEAST_SCALE
-from offbeat.core.codecs.fused import fuse_kernels
-from offbeat.core.codecs.pieces import PIECE, elements_per_pass, pieces
+from offbeat.core.codecs.pieces import PIECE, pieces
 from offbeat.core.codecs.quantization import Int4, Int8, Sign
 
 HALF = BLOCK // 2
@@ -44,9 +43,9 @@ class BlockCode(ABC):
         return self._scratch[key][: like.numel()].view(like.shape)
 
     def encode(self, x: Tensor, codes: Tensor) -> None:
-        if x.dim() > 1 and _rows_per_pass(x) < len(x):
-            for one, to in zip(_split_table(x), _split_table(codes, x), strict=True):
-                self.encode(one, to)
+        if x.dim() > 1 and x.shape[-1] > PIECE:
+            for one, its in zip(x, codes, strict=True):
+                self.encode(one, its)
             return
         for given, numbers, scales in _passes(x, *self._parts(codes)):
             rows = in_blocks(given)
@@ -55,27 +54,10 @@ class BlockCode(ABC):
             _copy_back(rows, given)
 
     def add(self, codes: Tensor, out: Tensor) -> None:
-        if out.dim() > 1 and _rows_per_pass(out) < len(out):
-            for one, to in zip(_split_table(codes, out), _split_table(out), strict=True):
-                self.add(one, to)
-            return
-        for to, numbers, scales in _passes(out, *self._parts(codes)):
-            rows = in_blocks(to)
-            self._add(rows, numbers, _as_factors(scales, rows))
-            _copy_back(rows, to)
+        for one, its in [(out, codes)] if out.dim() == 1 else zip(out, codes, strict=True):
+            self.add_all(its.unsqueeze(0), one)
 
     def add_all(self, codes: Tensor, out: Tensor) -> None:
-        if len(codes) == 1:
-            self.add(codes[0], out)
-            return
-        each = out.expand(len(codes), -1)
-        if _rows_per_pass(each) > 1:
-            for like, some in zip(_split_table(each), _split_table(codes, each), strict=True):
-                arrived = self._buffer(like, 2).zero_()
-                self.add(some, arrived)
-                for one in arrived:
-                    out += one
-            return
         for to, numbers, scales in _passes(out, *self._parts(codes)):
             rows = in_blocks(to)
             for one, its in zip(numbers, scales, strict=True):
@@ -88,9 +70,6 @@ class BlockCode(ABC):
         edge = count * self.width
         numbers = codes[..., :edge].unflatten(-1, (count, self.width))
         return numbers, codes[..., edge:].view(torch.bfloat16)
-
-    # Each compiled method ends where scales are rounded to bf16, because compilers remove a
-    # conversion to bf16 and back. Tensor arguments of a compiled method must not share memory.
 
     @abstractmethod
     def _scale(self, rows: Tensor, size: int, scales: Tensor) -> None:
@@ -120,28 +99,6 @@ def zero_tiny(scales: Tensor) -> Tensor:
     """Convert scales to bf16 and replace those below `LEAST_SCALE` by 0."""
     halves = scales.bfloat16()
     return halves.masked_fill_(halves < LEAST_SCALE, 0.0)
-
-
-def _rows_per_pass(x: Tensor) -> int:
-    """Return how many rows of a table one pass can process, padded to whole blocks; 0 if a row
-    needs several passes."""
-    return elements_per_pass(x) // max(-(-x.shape[-1] // BLOCK) * BLOCK, 1)
-
-
-def _split_table(x: Tensor, like: Tensor | None = None) -> Iterator[Tensor]:
-    """Yield tables of at most as many rows as one pass can process, of about equal length; single
-    rows if that is not even two.
-
-    Args:
-        x: table to split.
-        like: table of the numbers of these rows; by default `x`.
-    """
-    most = _rows_per_pass(x if like is None else like)
-    if most < 2:
-        yield from x
-        return
-    count = max(1, -(-len(x) // most))  # tables
-    yield from x.split(max(1, -(-len(x) // count)))
 
 
 def _passes(x: Tensor, numbers: Tensor, scales: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
@@ -182,13 +139,11 @@ class MultipleCode(BlockCode):
 
     most: int
 
-    @fuse_kernels
     def _scale(self, rows: Tensor, size: int, scales: Tensor) -> None:
         # abs and amax of a row are much faster than a norm, or than amax and amin. Rounding a
         # scale to bf16 changes it by at most 2^-9, so no multiple exceeds `most`.
         scales.copy_(zero_tiny(torch.abs(rows, out=self._buffer(rows)).amax(-1) / self.most))
 
-    @fuse_kernels
     def _encode(self, rows: Tensor, numbers: Tensor, factors: Tensor) -> None:
         work = torch.mul(rows, inverse_of(factors), out=self._buffer(rows)).round_()
         rows.addcmul_(work, factors, value=-1)
@@ -207,7 +162,6 @@ class Int8Code(MultipleCode):
     def _pack(self, multiples: Tensor, numbers: Tensor) -> None:
         numbers.view(torch.int8).copy_(multiples)
 
-    @fuse_kernels
     def _add(self, rows: Tensor, numbers: Tensor, factors: Tensor) -> None:
         rows.addcmul_(self._buffer(rows).copy_(numbers.view(torch.int8)), factors)
 
@@ -228,7 +182,6 @@ class Int4Code(MultipleCode):
             # than to unsigned bytes.
             codes.copy_(low.add_(high, alpha=16))
 
-    @fuse_kernels
     def _add(self, rows: Tensor, numbers: Tensor, factors: Tensor) -> None:
         for low, high, codes, (a, b) in self._pairs(rows, numbers, factors):
             both = self._buffer(low).copy_(codes)
@@ -268,16 +221,14 @@ class SignCode(BlockCode):
             means[..., -1] *= BLOCK / rest
         scales.copy_(means)
 
-    @fuse_kernels
     def _encode(self, rows: Tensor, numbers: Tensor, factors: Tensor) -> None:
-        bits = (rows >= 0).to(torch.uint8)  # torch 2.11 cannot compile views of bool for a GPU
+        bits = (rows >= 0).to(torch.uint8)
         work = self._buffer(rows)
         numbers.copy_(bits[..., : self.width])
         for k in range(1, 8):
             numbers.bitwise_or_(bits[..., k * self.width : (k + 1) * self.width] << k)
         rows.addcmul_(work.copy_(bits), 2 * factors, value=-1).add_(factors)
 
-    @fuse_kernels
     def _add(self, rows: Tensor, numbers: Tensor, factors: Tensor) -> None:
         # Add sign times scale in one operation. Two operations would round twice, and the result
         # would differ from codes that are decoded before they are added.

@@ -63,14 +63,14 @@ class Codec(ABC):
         """Encode a flat array, decode the codes, and return the result as a new array."""
 
     def tensor_code(self) -> Any:
-        """Return the implementation of this codec on tensors, a `tensor_codecs.Code`.
+        """Return the implementation of this codec on tensors, a `tensor_codecs.Code`. It is called
+        once per thread.
 
         Raises:
             TypeError: the codec has no implementation on tensors.
         """
         raise TypeError(
-            f"codec ({self.name!r}) must have an implementation on tensors: define "
-            "`tensor_code`, or call tensor_codecs.register_code"
+            f"codec ({self.name!r}) must have an implementation on tensors: define `tensor_code`"
         )
 
     def average(

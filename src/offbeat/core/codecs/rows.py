@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,40 +26,28 @@ class Rows:
     Attributes:
         code_bytes: bytes of the codes in a row.
         plain_bytes: bytes of the unencoded elements in a row.
-        head_bytes: bytes of the head; 0 for rows that continue other ones.
     """
 
     code_bytes: int
     plain_bytes: int = 0
-    head_bytes: int = HEAD_BYTES
 
     @property
     def bytes(self) -> int:
-        return self.head_bytes + sum(align(n, ALIGNED) for n in (self.code_bytes, self.plain_bytes))
+        return HEAD_BYTES + sum(align(n, ALIGNED) for n in (self.code_bytes, self.plain_bytes))
 
     def make(self, count: int, where: torch.device) -> Tensor:
         """Return `count` uninitialized rows. The next call in this thread reuses their memory."""
-        [table] = make_tables([self], count, where)
-        return table
+        like = torch.empty(0, dtype=torch.uint8, device=where)
+        return _scratch().reserve(like, count * self.bytes).view(count, -1)
 
     def codes(self, rows: Tensor, size: int | None = None) -> Tensor:
         """Return the codes of one row or of several rows, or their first `size` bytes."""
-        start = self.head_bytes
-        return rows[..., start : start + (self.code_bytes if size is None else size)]
+        return rows[..., HEAD_BYTES : HEAD_BYTES + (self.code_bytes if size is None else size)]
 
     def plain_numbers(self, row: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the unencoded elements of one row."""
-        start = self.head_bytes + align(self.code_bytes, ALIGNED)
+        start = HEAD_BYTES + align(self.code_bytes, ALIGNED)
         return row[start : start + self.plain_bytes].view(dtype)
-
-
-def make_tables(layouts: Sequence[Rows], count: int, where: torch.device) -> list[Tensor]:
-    """Return `count` uninitialized rows of each layout. The next call in this thread reuses their
-    memory."""
-    sizes = [count * rows.bytes for rows in layouts]
-    like = torch.empty(0, dtype=torch.uint8, device=where)
-    tables = _scratch().reserve(like, sum(sizes)).split(sizes)
-    return [table.view(count, -1) for table in tables]
 
 
 _mine = threading.local()

@@ -105,17 +105,6 @@ _CODES: dict[type[Codec], Callable[[Any], Code]] = {
 }
 
 
-def register_code(cls: type[Codec], implementation: Callable[[Any], Code]) -> None:
-    """Register the tensor implementation of a codec.
-
-    Args:
-        cls: codec class, registered by `offbeat.core.codecs.register`.
-        implementation: function of a codec that returns its implementation. It is called once per
-            thread and codec.
-    """
-    _CODES[cls] = implementation
-
-
 _mine = threading.local()
 
 

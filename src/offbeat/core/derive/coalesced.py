@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import groupby
 
 from offbeat.core.derive import effects
 from offbeat.core.plan.program import Step
-from offbeat.core.plan.types import Apply
 
 
 def coalesce_steps(steps: tuple[Step, ...], buckets: int) -> tuple[Step, ...]:
@@ -15,45 +15,29 @@ def coalesce_steps(steps: tuple[Step, ...], buckets: int) -> tuple[Step, ...]:
     The result of the plan is the same, because such a rule only accesses its own buckets.
     """
     merged: list[Step] = []
-    run: list[Step] = []
-    for step in steps:
-        if run and not _can_merge(run[-1], step, buckets):
-            merged.append(_merge_steps(run, buckets))
-            run = []
-        run.append(step)
-    return (*merged, _merge_steps(run, buckets)) if run else ()
+    for key, group in groupby(enumerate(steps), lambda one: _run_key(*one, buckets)):
+        run = [step for _, step in group]
+        merged += run if key is None else [_merge_steps(run, buckets)]
+    return tuple(merged)
 
 
-def _can_merge(last: Step, step: Step, buckets: int) -> bool:
-    """Return whether a step can be merged with the step before it."""
-    if not (_only_applies(last) and _only_applies(step)):
-        return False
-    (lag, a), (other, b) = last.apply[0], step.apply[0]
-    alike = lag == other and _apply_key(a) == _apply_key(b)
-    touching = a.buckets.stop == b.buckets.start or b.buckets.stop == a.buckets.start
-    return alike and touching and (last.position < buckets) == (step.position < buckets)
+def _run_key(number: int, step: Step, buckets: int) -> tuple[object, ...] | None:
+    """Return what the steps of a run have in common; None if a step cannot be merged, because it is
+    not one apply of one bucket at that bucket's own moment.
 
-
-def _apply_key(apply: Apply) -> tuple[object, ...]:
-    """Return the fields of an apply that must be equal in merged steps."""
-    return apply.rule, apply.args, apply.when, apply.ago
-
-
-def _only_applies(step: Step) -> bool:
-    """Return whether a step consists of one apply that may be merged."""
-    busy = step.wait or step.decide or step.ask or step.release
-    return not busy and len(step.apply) == 1 and _is_at_own_moment(step.apply[0][1])
-
-
-def _is_at_own_moment(apply: Apply) -> bool:
-    """Return whether the apply concerns one bucket at that bucket's own moment, and may be
-    merged."""
-    bucket = apply.at.bucket
-    return (
-        effects.is_by_bucket(apply)
-        and bucket is not None
-        and apply.buckets == range(bucket, bucket + 1)
-    )
+    Buckets are adjacent if their positions are, so the difference between the position and the
+    number of the step is the same in a run.
+    """
+    if step.wait or step.decide or step.ask or step.release or len(step.apply) != 1:
+        return None
+    lag, apply = step.apply[0]
+    bucket, place = apply.at.bucket, step.position
+    if bucket is None or apply.buckets != range(bucket, bucket + 1):
+        return None
+    if not effects.is_by_bucket(apply):
+        return None
+    same = apply.rule, apply.args, apply.when, apply.ago
+    return lag, *same, place < buckets, place - number
 
 
 def _merge_steps(run: list[Step], buckets: int) -> Step:

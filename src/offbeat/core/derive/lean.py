@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -89,11 +89,11 @@ def _places(
     last = plan.buckets - 1
     for t in sorted(sent, key=lambda t: last if t.after.bucket is None else t.after.bucket):
         at = last if t.after.bucket is None else t.after.bucket
-        due = sorted(b for b in early.intersection(t.payload.buckets) if b <= at)
+        due = {b for b in early.intersection(t.payload.buckets) if b <= at}
         yield from ((Moment("grad", at), run) for run in _runs(due))
         early.difference_update(due)
         left.difference_update(due)
-    yield from ((Moment("step"), run) for run in _runs(sorted(left)))
+    yield from ((Moment("step"), run) for run in _runs(left))
 
 
 def _only_updates(plan: Plan, phase: int, moved: Collection[Apply]) -> bool:
@@ -103,10 +103,6 @@ def _only_updates(plan: Plan, phase: int, moved: Collection[Apply]) -> bool:
     return all(moment.point != "grad" for moment in (*others, *waits))
 
 
-def _runs(buckets: Sequence[int]) -> Iterator[range]:
-    """Yield the runs of consecutive buckets."""
-    start = 0
-    for i in range(1, len(buckets) + 1):
-        if i == len(buckets) or buckets[i] != buckets[i - 1] + 1:
-            yield range(buckets[start], buckets[i - 1] + 1)
-            start = i
+def _runs(buckets: Iterable[int]) -> list[range]:
+    """Return the runs of consecutive buckets."""
+    return [range(*run) for run in Phases(buckets).runs]

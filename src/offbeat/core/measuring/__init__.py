@@ -1,1 +1,1 @@
-"""Measurement of ready order and times of a model, link rates, loss and gradient noise."""
+"""Measurement of ready order and times of a model, link rates, and losses."""

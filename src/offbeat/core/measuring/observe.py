@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from statistics import fmean, median
 from typing import TYPE_CHECKING
@@ -23,11 +23,11 @@ from offbeat.core.derive.broadcast import with_broadcast
 from offbeat.core.measuring.jitter import are_alike, cluster_jitter, jitter_of, scale_of_replicas
 from offbeat.core.measuring.links import at_observed_rate
 from offbeat.core.measuring.loss import LossTap
-from offbeat.core.measuring.noise import Metering, RankStatistics, noise_of
 from offbeat.core.measuring.optimizer_calls import call_s
 from offbeat.core.observers import Observer
+from offbeat.core.parts import part
 from offbeat.core.plan import Moment, Plan, local, transfer
-from offbeat.core.profile import Bucket, Contention, GradientNoise, Link, Profile
+from offbeat.core.profile import Bucket, Contention, Link, Profile
 from offbeat.core.transport.cluster import Cluster
 from offbeat.core.transport.control import Control
 from offbeat.core.transport.device import Mark
@@ -92,7 +92,7 @@ class ProfileObserver(Observer):
         self._losses: list[Tensor] = []
         self._partly = False  # whether the last iteration had a backward and no step
         self._messages: list[tuple[int, float]] = []  # iteration and seconds of its message
-        self._metering = Metering(engine)
+        self._metering = part("Metering")(engine)
         engine.observers.add(self)
         if not engine.flat.is_sharded:  # the meter needs whole gradients
             engine.observers.add(self._metering)
@@ -282,24 +282,13 @@ class ProfileObserver(Observer):
             and tuple(fmean(rank_jitter[rank] for rank in node) for node in topology.nodes),
             model=model,
             contention=tuple(contention),
-            noise=self._noise(control),
+            noise=None if flat.is_sharded else self._metering.noise(self._losses),
             broadcast_bytes=self._engine.module_buffers.size_bytes,
             topology=() if topology.is_flat else topology.sizes,
             inside=next((link for link in links if link.name not in cluster.specs), None),
             sharded=topology.sharded,
             element_bytes=sum(x.nbytes for x in whole) / elements if elements else 4.0,
         )
-
-    def _noise(self, control: Control) -> GradientNoise | None:
-        """Return loss and gradient noise of the observed iterations.
-
-        Return None with one rank only, or if a rank has not called backward on a scalar.
-        """
-        if self._engine.flat.is_sharded:
-            return None
-        losses = [float(loss) for loss in self._losses]
-        seen = RankStatistics.of(losses, self._metering.meter.take(), self._engine.optimizer)
-        return noise_of([RankStatistics(**fields) for fields in control.gather(asdict(seen))])
 
     def _per_bucket(self, specs: Sequence[BucketSpec]) -> list[float]:
         """Return forward and backward seconds per bucket, then seconds of update and other.

@@ -6,9 +6,10 @@ from __future__ import annotations
 import socket
 import time
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 from offbeat.core.transport import packed
 from offbeat.core.transport.rendezvous import missing_keys
@@ -17,33 +18,49 @@ STAYS_S = 2.0  # longest time for which rank 0 keeps its store open after an err
 LOOK_EVERY_S = 0.02  # seconds between two looks at the store
 
 
-class Agreement(Protocol):
-    """Exchange of small values between all ranks, such as `Control` and `StoreAgreement`.
+class Agreement(ABC):
+    """Exchange of small values between all ranks.
 
     Attributes:
         rank: rank of this process.
         world_size: number of ranks.
         timeout_s: timeout of waits in seconds.
-        hosts: host name of each rank.
+        hosts: host name of each rank; empty before all ranks have met.
     """
 
     rank: int
     world_size: int
     timeout_s: float
+    hosts: Sequence[str] = ()
 
-    @property
-    def hosts(self) -> Sequence[str]: ...
-
+    @abstractmethod
     def gather(self, value: Any) -> list[Any]:
         """Return every rank's value, by rank."""
-        ...
 
     def agree(self, what: str, value: Any, remedy: str) -> None:
-        """Require equal values on all ranks."""
-        ...
+        """Require equal values on all ranks.
+
+        Args:
+            what: name of the value in the error.
+            value: value of this rank.
+            remedy: last part of the error.
+
+        Raises:
+            ValueError: on every rank, if values differ; names the ranks that differ.
+        """
+        values = self.gather(value)
+        if all(value == values[0] for value in values):
+            return
+        odd = next(rank for rank, value in enumerate(values) if value != values[0])
+        same = [rank for rank, value in enumerate(values) if value == values[odd]]
+        raise ValueError(
+            f"{what} must be the same on all ranks: rank 0 has {values[0]}, "
+            f"rank {', '.join(map(str, same))} {'has' if len(same) == 1 else 'have'} "
+            f"{values[odd]}; {remedy}"
+        )
 
 
-class StoreAgreement:
+class StoreAgreement(Agreement):
     """Agreement by the job's store, for decisions before the first process group.
 
     Args:
@@ -51,18 +68,11 @@ class StoreAgreement:
         rank: rank of this process.
         world_size: number of ranks.
         timeout_s: timeout of waits in seconds.
-
-    Attributes:
-        rank: rank of this process.
-        world_size: number of ranks.
-        timeout_s: timeout of waits in seconds.
-        hosts: host name of each rank, once `compare_versions` has returned them.
     """
 
     def __init__(self, store: Any, rank: int, world_size: int, timeout_s: float):
         self._store, self._count = store, 0
         self.rank, self.world_size, self.timeout_s = rank, world_size, timeout_s
-        self.hosts: list[str] = []
 
     def __enter__(self) -> StoreAgreement:
         return self
@@ -106,9 +116,6 @@ class StoreAgreement:
         self._store.add(f"{prefix}read", 1)
         return packed.split(data)
 
-    def agree(self, what: str, value: Any, remedy: str) -> None:
-        require_equal(what, self.gather(value), remedy)
-
 
 def compare_versions(ranks: Agreement, offbeat: str, torch: str) -> list[str]:
     """Return the host of each rank, after a comparison of the versions of all ranks.
@@ -139,22 +146,3 @@ def compare_versions(ranks: Agreement, offbeat: str, torch: str) -> list[str]:
         if ranks.rank == 0:
             warnings.warn(words, stacklevel=2)
     return [host for host, *_ in everyone]
-
-
-def require_equal(what: str, values: Sequence[Any], remedy: str) -> None:
-    """Raise ValueError unless the values of all ranks are equal.
-
-    Args:
-        what: name of the value in the error.
-        values: values by rank.
-        remedy: last part of the error.
-    """
-    if all(value == values[0] for value in values):
-        return
-    odd = next(rank for rank, value in enumerate(values) if value != values[0])
-    same = [rank for rank, value in enumerate(values) if value == values[odd]]
-    raise ValueError(
-        f"{what} must be the same on all ranks: rank 0 has {values[0]}, "
-        f"rank {', '.join(map(str, same))} {'has' if len(same) == 1 else 'have'} "
-        f"{values[odd]}; {remedy}"
-    )

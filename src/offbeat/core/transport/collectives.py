@@ -57,7 +57,6 @@ class Collectives:
         levels: parts of collectives that have two levels; None for those of one group.
         is_any: whether a fact about a message holds on any rank of this rank's replica, whose ranks
             average their shards in messages of their own. They all call it for each message.
-        duplex: messages between the two ranks of a group of gloo; None for other groups.
         swap: `swap(tensor, one, other)` between two ranks of the group, in both directions at the
             same time. Both ranks call it.
     """
@@ -71,24 +70,7 @@ class Collectives:
     sent_bytes: Callable[[Verb, int], int] = payload_bytes
     levels: Levels | None = None
     is_any: Callable[[bool], bool] = bool
-    duplex: Duplex | None = None
     swap: Callable[[Tensor, int, int], None] = _no_send
-
-
-@dataclass(frozen=True)
-class Duplex:
-    """Messages between the two ranks of a group, of which several may be in flight.
-
-    Both functions start a message and return a function that waits for its end. Messages arrive in
-    the order in which they are sent. Their tensors must not be used before the end.
-
-    Attributes:
-        send: starts sending a tensor to the other rank.
-        receive: starts receiving a tensor from the other rank.
-    """
-
-    send: Callable[[Tensor], Callable[[], None]]
-    receive: Callable[[Tensor], Callable[[], None]]
 
 
 @dataclass(frozen=True)
@@ -161,10 +143,8 @@ def collectives(
         members = dist.get_process_group_ranks(group)
         return Collectives(silent, _no_send, members=members, sent_bytes=lambda *_: 0)  # type: ignore[arg-type]
     halves: Ring | Native = Native(group, owners)
-    duplex = None
     if backend == "gloo":
         halves = Ring(group, timeout_s, connections, owners)
-        duplex = halves.duplex()
     by_verb: dict[Verb, Collective] = {
         "all_reduce": averaging(group, connections),
         "reduce_scatter": halves.reduce_scatter,
@@ -175,7 +155,7 @@ def collectives(
     swap = swapping(group, timeout_s, connections if backend == "gloo" else 0)
     rank, size, members = group.rank(), group.size(), dist.get_process_group_ranks(group)
     if backend != "gloo" or device.type != "cuda":
-        return Collectives(by_verb, direct, exchange, rank, size, members, duplex=duplex, swap=swap)
+        return Collectives(by_verb, direct, exchange, rank, size, members, swap=swap)
     buffers = Scratch(pinned=True)
 
     def send(tensor: Tensor, source: int, target: int) -> None:
@@ -435,16 +415,6 @@ class Ring:
                 parts[(self._rank - step - 1) % self._size],
                 asked=step == 0 and parts[0].nbytes >= ASKED_BYTES,
             )
-
-    def duplex(self) -> Duplex | None:
-        """Return single messages between two ranks; None for another number of ranks."""
-        if self._size != 2:
-            return None
-
-        def start(given: Tensor, taken: Tensor) -> Callable[[], None]:
-            return partial(self._wait, self._start_shift(given, taken, 1))
-
-        return Duplex(lambda x: start(x, x[:0]), lambda x: start(x[:0], x))
 
     def _parts(self, tensor: Tensor) -> list[Tensor]:
         """Return the shard of every rank; empty for ranks that own none."""

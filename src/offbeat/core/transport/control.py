@@ -17,13 +17,12 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 import offbeat
 from offbeat.core.plan import Groups
 from offbeat.core.transport import packed
-from offbeat.core.transport.agreement import StoreAgreement, compare_versions, require_equal
+from offbeat.core.transport.agreement import StoreAgreement, compare_versions
 from offbeat.core.transport.gloo_devices import share_devices
 from offbeat.core.transport.heartbeat import open_heartbeat
 from offbeat.core.transport.interfaces import LinkSpec, connects_lazily, group_environment
 from offbeat.core.transport.rendezvous import missing_keys, run_checked
 from offbeat.core.transport.reports import Reports
-from offbeat.core.transport.tagged import all_gather
 
 _met = 0  # number of `Control` objects that this process has created together with all ranks
 COUNT, COMPLETE = "count", "complete"  # keys of a wait of all ranks
@@ -198,42 +197,15 @@ class Control(Reports):
         return self.gather(value if self.rank == 0 else None)[0]
 
     def is_same(self, numbers: Sequence[int], groups: Groups = ()) -> bool:
-        """Whether all ranks have the same numbers of at most 63 bits, by one small exchange.
+        """Whether all ranks have the same numbers.
 
         Args:
             numbers: numbers of this rank.
             groups: ranks to compare with each other, in groups; () for all ranks.
         """
-        if groups:
-            everyone = self.gather([*numbers])
-            return all(everyone[rank] == everyone[own[0]] for own in groups for rank in own)
-        own = torch.tensor(numbers, dtype=torch.int64, device="cpu")
-        with self.collective("comparing values"):
-            rows = self.run_checked(lambda: all_gather(own, self.group))
-        return bool((rows == own).all())
-
-    def largest(self, number: int) -> int:
-        """Return the largest number of all ranks, by one small exchange.
-
-        Raises:
-            RuntimeError: the exchange has failed. Nothing is reported.
-        """
-        own = torch.tensor([number], dtype=torch.int64, device="cpu")
-        with self.waiting("comparing values"):
-            return int(self.run_checked(lambda: all_gather(own, self.group)).max())
-
-    def agree(self, what: str, value: Any, remedy: str) -> None:
-        """Require equal values on all ranks.
-
-        Args:
-            what: name of the value in the error.
-            value: value of this rank.
-            remedy: last part of the error.
-
-        Raises:
-            ValueError: on every rank, if values differ; names the ranks that differ.
-        """
-        require_equal(what, self.gather(value), remedy)
+        everyone = self.gather([*numbers])
+        together = groups or [range(self.world_size)]
+        return all(everyone[rank] == everyone[own[0]] for own in together for rank in own)
 
     def store(self, name: str) -> Store:
         """Return a part of the job's store, for keys with the prefix `name`."""

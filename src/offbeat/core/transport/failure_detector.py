@@ -1,4 +1,7 @@
-"""Failure detector: statuses of all ranks, and the suspects that follow from them, without I/O."""
+"""Failure detector: statuses of all ranks, and the suspects that follow from them, without I/O.
+
+It is imported without torch by reports of jobs.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from offbeat.core.transport.heartbeat_traffic import MAX_INTERVAL_S, interval_s
-
+INTERVAL_S = 0.5  # lower bound of `interval_s`
+MAX_EXCHANGES_PER_S = 128  # limit of the exchanges of all ranks with the store per second
+# Limit of the interval, which precedes the other one. With 8192 ranks, an interval of 64 s would
+# detect a failure only after 160 s, when waits of other ranks have ended.
+MAX_INTERVAL_S = 8.0
 STORE_TIMEOUT_S = 1.0  # a store request that takes longer marks the store as lost
 HEARTBEAT_TIMEOUT_S = 2.0  # lower bound of `FailureDetector.timeout_s`
-MAX_READS_PER_S = 256  # limit of the heartbeats that the collector reads per second
+MAX_READS_PER_S = 256  # limit of the heartbeats that rank 0 reads per second
 MAX_POLL_S = MAX_INTERVAL_S / 2  # limit of `FailureDetector.poll_s`, which precedes the other one
 LATE_SHARE = 0.75  # `FailureDetector.late_s`, as a share of `timeout_s`
 
@@ -28,21 +34,24 @@ IN_SCRIPT = "in its script"  # activity of a rank outside of forward, backward a
 Status = list[Any]  # JSON form of a status: [iteration, state, activity, suspects]
 
 
+def interval_s(world_size: int) -> float:
+    """Return the seconds between two exchanges of a rank with the store."""
+    return max(INTERVAL_S, min(world_size / MAX_EXCHANGES_PER_S, MAX_INTERVAL_S))
+
+
 @dataclass
 class RankStatus:
     """Last heartbeat received from a rank, with local arrival times.
 
     Attributes:
-        sequence: number of the heartbeat, counted by its sender; -1 if this rank has not read it
-            as the collector.
+        sequence: number of the heartbeat, counted by its sender; -1 before rank 0 has read one.
         iteration: current iteration of the sender; -1 before its first iteration.
         state: state of the sender, such as `RUNNING` or `FAILED`.
         activity: current activity of the sender ("in forward"), or the reason why it stopped.
         suspects: ranks that the sender suspects of having failed.
         received_s: local monotonic time at which the sender was last known to live.
         changed_s: local monotonic time of the last change of iteration, state or activity.
-        heard_round: round of the collector in which the sender was last known to live.
-        is_late: whether the collector lists the sender as late.
+        is_late: whether rank 0 lists the sender as late.
     """
 
     sequence: int = -1
@@ -52,24 +61,17 @@ class RankStatus:
     suspects: tuple[int, ...] = ()
     received_s: float = 0.0
     changed_s: float = 0.0
-    heard_round: int = 0
     is_late: bool = False
 
     def __str__(self) -> str:
         prefix = "" if self.iteration < 0 else f"iteration {self.iteration}, "
         return prefix + self.activity
 
-    def update(self, now_s: float, number: int, sequence: int, status: Status) -> None:
-        """Store a heartbeat that the collector has read at `now_s` in the round `number`.
-
-        The sender lives if the heartbeat differs from the one that the collector has read before.
-        """
-        if sequence == self.sequence:
-            return
-        self.set(now_s, status)
-        if self.sequence >= 0:
-            self.received_s, self.heard_round = now_s, number
-        self.sequence = sequence
+    def update(self, now_s: float, sequence: int, status: Status) -> None:
+        """Store a heartbeat that rank 0 has read at `now_s`. A new one is a sign of life."""
+        if sequence != self.sequence:
+            self.set(now_s, status)
+            self.sequence, self.received_s = sequence, now_s
 
     def set(self, now_s: float, status: Status) -> None:
         """Store a status read at `now_s`."""
@@ -85,68 +87,41 @@ class FailureDetector:
 
     Attributes:
         rank: rank of this process, which is never a suspect.
-        statuses: last received status of each rank, indexed by rank; includes this rank. Unless
-            this rank is the collector, iteration and activity of an active rank are those of the
-            last table.
+        statuses: last received status of each rank, indexed by rank; includes this rank. Except on
+            rank 0, iteration and activity of an active rank are those of the last table.
         interval_s: seconds between two heartbeats of a rank. Grows with the number of ranks.
-        poll_s: seconds between two reads of the collector, and of a rank that waits for failures.
+        poll_s: seconds between two reads of rank 0, and of a rank that waits for failures.
         timeout_s: a rank without a new heartbeat for this time is suspect. At least two intervals,
             because a heartbeat is read up to one interval after it was published.
-        late_s: age of a heartbeat from which the collector lists its sender as late.
-        collector: rank that has written the last digest.
-        round: number of that digest.
-        digest_s: local monotonic time at which that digest was first read. On the collector, the
-            time at which it has read the heartbeats of that digest.
+        late_s: age of a heartbeat from which rank 0 lists its sender as late.
+        round: number of the last digest.
+        digest_s: local monotonic time at which that digest was first read. On rank 0, the time at
+            which it has read the heartbeats of that digest.
         failed_request_s: local monotonic time at which the failed store request began, or None.
     """
 
     def __init__(self, rank: int, world_size: int):
-        self.rank, self._ranks = rank, range(world_size)
+        self.rank = rank
         self.interval_s = interval_s(world_size)
         self.poll_s = max(self.interval_s / 4, min(world_size / MAX_READS_PER_S, MAX_POLL_S))
         self.timeout_s = max(HEARTBEAT_TIMEOUT_S + self.interval_s / 2, 2.5 * self.interval_s)
         self.late_s = LATE_SHARE * self.timeout_s
-        self.collector = self.round = 0
+        self.round, self.digest_s = 0, time.monotonic()
+        self.statuses = [
+            RankStatus(received_s=self.digest_s, changed_s=self.digest_s) for _ in range(world_size)
+        ]
         self.failed_request_s: float | None = None
         self._store_request_s: float | None = None  # start of the store request in progress
-        self.reset()
 
-    def reset(self) -> None:
-        """Discard all statuses and restart the heartbeat timeout of every rank."""
-        now_s = time.monotonic()
-        self.statuses = [RankStatus(received_s=now_s, changed_s=now_s) for _ in self._ranks]
-        self.digest_s = now_s
-
-    @property
-    def is_collector(self) -> bool:
-        """Whether this rank reads all heartbeats now.
-
-        If the digest is not renewed, each lower rank that is alive has one timeout to become the
-        collector before this rank. The collector remains it until a lower rank writes a digest.
-        """
-        lower = [r for r in self._peers(*ACTIVE, ABORTED) if r < self.rank]
-        alive = [r for r in lower if not self._is_silent(r)]
-        stale_s = time.monotonic() - self.digest_s
-        return self.collector == self.rank or stale_s >= self.timeout_s * len(alive)
-
-    def begin_round(self, read_s: float) -> int:
-        """Begin a round of this rank as the collector. Return its number.
+    def end_round(self, read_s: float) -> None:
+        """Note that rank 0 has read all heartbeats.
 
         Args:
             read_s: local monotonic time at which the heartbeats were read.
         """
-        if self.collector != self.rank:  # the time without a collector is no silence of a rank
-            for rank, status in enumerate(self.statuses):
-                status.received_s += (read_s - self.digest_s) * (rank != self.collector)
-        return self.round + 1
-
-    def end_round(self, read_s: float) -> int:
-        """End the round that has begun. Return the `heard_round` of its digest."""
-        self.collector, self.round = self.rank, self.round + 1
         for status in self.statuses:
             status.is_late = status.state in ACTIVE and read_s - status.received_s > self.late_s
-        self.digest_s = read_s
-        return min((status.heard_round for status in self._timely()), default=self.round)
+        self.round, self.digest_s = self.round + 1, read_s
 
     def set_row(
         self,
@@ -163,18 +138,13 @@ class FailureDetector:
         row.received_s, row.changed_s = (read_s - age_s for age_s in ages_s)
         row.is_late = is_late
 
-    def set_digest(self, read_s: float, collector: int, number: int, heard_round: int) -> None:
+    def set_digest(self, read_s: float, number: int) -> None:
         """Store a digest that was first read at `read_s`."""
         for status in self.statuses:
-            status.sequence = -1
-        for status in self._timely():
-            status.received_s, status.heard_round = read_s, heard_round
+            if status.state in ACTIVE and not status.is_late:
+                status.received_s = read_s
         # Other threads compute ages relative to `digest_s`, so set it last.
-        self.collector, self.round, self.digest_s = collector, number, read_s
-
-    def _timely(self) -> list[RankStatus]:
-        """Return the statuses of all active ranks that are not late."""
-        return [s for s in self.statuses if s.state in ACTIVE and not s.is_late]
+        self.round, self.digest_s = number, read_s
 
     @contextmanager
     def track_store_request(self) -> Iterator[None]:
@@ -204,10 +174,6 @@ class FailureDetector:
         if self.store_lost_s is not None:
             return []
         return [r for r in self._peers(*ACTIVE, ABORTED) if not self._is_silent(r)]
-
-    def quiet_peers(self, heard_round: int) -> list[int]:
-        """Return the active peers that are not known to have lived in or after a round."""
-        return [r for r in self._peers(*ACTIVE) if self.statuses[r].heard_round < heard_round]
 
     def dead_peers(self) -> list[int]:
         """Return the peers that failed and those without a heartbeat for `timeout_s` seconds."""
@@ -296,10 +262,10 @@ class FailureDetector:
 
     def _silence_s(self, rank: int) -> float:
         """Return the seconds since the last heartbeat of a rank."""
-        # A lost store or a silent collector delivers no heartbeats, so count the silence of a rank
+        # A lost store or a silent rank 0 delivers no heartbeats, so count the silence of a rank
         # only until then.
         lost_s = self.store_lost_s
-        end_s = time.monotonic() if rank == self.collector else self.digest_s
+        end_s = self.digest_s if rank else time.monotonic()
         return (end_s if lost_s is None else min(end_s, lost_s)) - self.statuses[rank].received_s
 
     def _is_silent(self, rank: int) -> bool:

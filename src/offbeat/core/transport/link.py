@@ -204,7 +204,6 @@ class MessageLink:
             exchange=_refuse,
             levels=None,
             is_any=bool,
-            duplex=None,
             sent_bytes=lambda *_: 0,  # that of two levels refers to the collectives of both
         )
 

@@ -13,7 +13,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -24,12 +24,13 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from offbeat.core.transport.addresses import is_in_use, is_store_host
 
-LOOK_EVERY_S = 0.02  # longest pause between two looks of rank 0; the first pauses are shorter
-SEARCH_EVERY_S = 1.0  # longest time between two searches of rank 0 for keys of other ranks
-ARRIVALS = "offbeat/arrivals"  # number of keys that other ranks have written; grows with each
+RETRY_S = 0.02  # pause before another connection; least limit of a wait
+# Shortest and longest pause between two looks of rank 0. A look takes several requests for each
+# missing rank, which would compete with the start of these ranks on the same machine.
+FIRST_PAUSE_S, PAUSE_S = 0.001, 0.1
 ANSWER_S = 3.0  # longest time for an answer of the store beyond the limit of a request
 CHECK_EVERY_S = 0.2  # seconds between two checks whether a request is to be given up
-READ_S = 1.0  # longest time for which rank 0 keeps the store open after an error
+READ_S = 1.0  # time for which rank 0 keeps the store open after an error
 
 
 def connect_store(rank: int, world_size: int, timeout_s: float) -> PrefixStore:
@@ -45,14 +46,14 @@ def connect_store(rank: int, world_size: int, timeout_s: float) -> PrefixStore:
     """
     until_s = time.monotonic() + timeout_s
     while True:
-        left_s = max(until_s - time.monotonic(), LOOK_EVERY_S)
+        left_s = max(until_s - time.monotonic(), RETRY_S)
         try:
             store = open_store(rank, world_size, left_s)
             part = create_prefix(store, rank, world_size, left_s)
         except dist.DistNetworkError:
             if is_store_host(rank) or time.monotonic() > until_s:
                 raise
-            time.sleep(LOOK_EVERY_S)
+            time.sleep(RETRY_S)
         else:
             store.set_timeout(timedelta(seconds=timeout_s))
             return part
@@ -112,37 +113,24 @@ def _enter(store: Any, rank: int, world_size: int, until_s: float) -> PrefixStor
     if rank == 0:
         _welcome(store, token, world_size, until_s)
     else:
-        _write(store, f"offbeat/here/{rank}", token)
+        store.set(f"offbeat/here/{rank}", token)
         answer = f"offbeat/welcome/{token}"
         if not _appears(store, answer, until_s):
             raise TimeoutError("rank 0 has not connected")
         token = store.get(answer).decode()
-        _write(store, f"offbeat/in/{token}/{rank}", "")
+        store.set(f"offbeat/in/{token}/{rank}", "")
         met = f"offbeat/met/{token}"
         if not _appears(store, met, until_s):
             missing = _missing(store, token, range(1, world_size))
             raise TimeoutError(_describe_missing(missing or [0]))
-        error = store.get(met).decode()
-        store.set(f"offbeat/read/{token}/{rank}", "")
-        if error:
+        if error := store.get(met).decode():
             raise TimeoutError(error)
     return PrefixStore(f"offbeat/{token}", store)
 
 
-def _write(store: Any, key: str, value: str) -> None:
-    """Write a key for which rank 0 waits."""
-    store.set(key, value)
-    store.add(ARRIVALS, 1)
-
-
 def _welcome(store: Any, token: str, world_size: int, until_s: float) -> None:
-    """Publish the token for every rank until all ranks have confirmed it.
-
-    A search takes several requests for each missing rank, which would compete with the start of
-    these ranks on the same machine. So rank 0 searches only when a rank has written.
-    """
-    missing, pauses_s, welcome = [*range(1, world_size)], _pauses_s(), dict[int, bytes]()
-    arrivals = store.add(ARRIVALS, 0)
+    """Publish the token for every rank until all ranks have confirmed it."""
+    missing, pause_s, welcome = [*range(1, world_size)], FIRST_PAUSE_S, dict[int, bytes]()
     while missing := _missing(store, token, missing):
         absent = {*_without_key(store, here := "offbeat/here/", missing)}
         for rank in missing:
@@ -150,19 +138,14 @@ def _welcome(store: Any, token: str, world_size: int, until_s: float) -> None:
                 theirs = store.get(f"{here}{rank}")
                 if welcome.get(rank) != theirs:  # another process may have stored an earlier one
                     store.set(f"offbeat/welcome/{theirs.decode()}", token)
-                    welcome[rank] = theirs
+                    welcome[rank], pause_s = theirs, FIRST_PAUSE_S
         if time.monotonic() > until_s and (missing := _missing(store, token, missing)):
             text = _describe_missing(missing)
             store.set(f"offbeat/met/{token}", text)
-            present = {*range(1, world_size)} - {*missing}
-            read_s = time.monotonic() + READ_S
-            for rank in present:  # they lose the store if this process ends
-                _appears(store, f"offbeat/read/{token}/{rank}", read_s)
+            time.sleep(READ_S)  # other ranks lose the store if this process ends
             raise TimeoutError(text)
-        known, end_s = arrivals, min(until_s, time.monotonic() + SEARCH_EVERY_S)
-        while arrivals == known and time.monotonic() <= end_s:
-            time.sleep(next(pauses_s))
-            arrivals = store.add(ARRIVALS, 0)
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, PAUSE_S)
     store.set(f"offbeat/met/{token}", "")
 
 
@@ -197,20 +180,12 @@ def _describe_missing(ranks: Sequence[int]) -> str:
 
 def _appears(store: Any, key: str, until_s: float) -> bool:
     """Return whether a key exists at some time before `until_s`."""
-    left_s = max(until_s - time.monotonic(), LOOK_EVERY_S)  # 0 would be no limit
+    left_s = max(until_s - time.monotonic(), RETRY_S)  # 0 would be no limit
     try:
         store.wait([key], timedelta(seconds=left_s))
     except dist.DistStoreError:
         return False
     return True
-
-
-def _pauses_s() -> Iterator[float]:
-    """Yield the pauses between looks at the store."""
-    pause_s = LOOK_EVERY_S / 32
-    while True:
-        yield pause_s
-        pause_s = min(2 * pause_s, LOOK_EVERY_S)
 
 
 def run_checked(

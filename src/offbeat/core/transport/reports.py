@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+from offbeat.core.transport.agreement import Agreement
 from offbeat.core.transport.failure_detector import (
     ABORTED,
     ACTIVE,
@@ -39,20 +40,14 @@ STORE_HAS_ENDED = (
 )
 
 
-class Reports:
+class Reports(Agreement):
     """What a rank reports to the others by its heartbeat, and what it reports of them.
 
     Attributes:
-        world_size: number of ranks.
-        timeout_s: timeout of waits in seconds.
-        hosts: host name of each rank; empty before all ranks have met.
         nodes: number of each rank's node, for reports; () if every rank is a node of its own.
         fails_on_silence: whether a rank without heartbeats counts as failed.
     """
 
-    world_size: int
-    timeout_s: float
-    hosts: Sequence[str] = ()
     nodes: Sequence[int] = ()
     fails_on_silence = False
     _heartbeat: Heartbeat | None = None  # None for a process that trains alone

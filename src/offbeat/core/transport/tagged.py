@@ -19,13 +19,6 @@ from offbeat.core.transport.peer_errors import mark_peer_error
 TAG = 0x0FFBEA7
 
 
-def all_gather(own: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the tensors of all ranks, of equal length and dtype and in the memory of the host, as
-    the rows of a table by rank."""
-    rows = all_gather_sized(own.numpy().tobytes(), [own.nbytes] * group.size(), group)
-    return torch.frombuffer(bytearray(b"".join(rows)), dtype=own.dtype).view(len(rows), -1)
-
-
 def all_gather_sized(own: bytes, sizes: Sequence[int], group: dist.ProcessGroup) -> list[bytes]:
     """Return the bytes of every rank, by rank.
 

@@ -1,16 +1,17 @@
 """Plans of pairs of ranks on few ranks, so that their check does not execute every rank.
 
-In such a plan each rank exchanges with at most one other rank in an iteration, and all pairs of an
-iteration have equal rules. The numbers that arrive are the only effect of a partner on a rank, so a
-few ranks with the same rules in each phase find the same errors of rules and messages. Whether the
-pairs connect all ranks is computed from the pairs alone.
+In such a plan each rank exchanges with at most one other rank in an iteration, and all pairs of all
+iterations with exchanges have equal rules. The numbers that arrive are the only effect of a partner
+on a rank, so a few ranks with the same rules in each phase find the same errors of rules and
+messages. Whether the pairs connect all ranks is computed from the pairs alone.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -45,14 +46,14 @@ class FewRanks:
         originals: for each rule of `plan` that names ranks, a rule of the original plan that it
             stands for.
         pairs: pairs of the original plan by phase.
-        covered: phases in which pairs exchange each bucket.
+        exchanged: buckets that pairs exchange.
     """
 
     plan: Plan
     ranks: int
     originals: Mapping[Rule, Rule]
     pairs: Mapping[int, Sequence[Pair]]
-    covered: Sequence[frozenset[int]]
+    exchanged: frozenset[int]
 
     @property
     def periods(self) -> int:
@@ -60,38 +61,22 @@ class FewRanks:
         has. Whether two periods suffice for all ranks is a question of the pairs."""
         return max(2, -(-ROUNDS // len(self.pairs)))
 
-    def remaining_share(self, ranks: int, bucket: int, periods: int) -> float:
+    def remaining_share(self, ranks: int, periods: int) -> float:
         """Return the share of the largest difference between ranks that remains after some periods
         if each pair takes its mean, measured from the end of the first period.
 
         Args:
             ranks: number of ranks of the original plan.
-            bucket: bucket whose exchanges count.
             periods: number of periods.
         """
         x = np.random.default_rng(0).normal(size=(ranks, NUMBERS))
-        rounds = [np.array(self.pairs[phase]) for phase in sorted(self.covered[bucket])]
+        rounds = [np.array(self.pairs[phase]) for phase in sorted(self.pairs)]
         differences = []
         for _ in range(1 + periods):
             for pairs in rounds:
                 x[pairs] = x[pairs].mean(axis=1, keepdims=True)
             differences.append(float(np.ptp(x, axis=0).max()))
         return differences[-1] / differences[0] if differences[0] else 0.0
-
-
-@dataclass(frozen=True)
-class _Round:
-    """Rules of a phase in which pairs exchange.
-
-    Attributes:
-        pairs: the pairs.
-        exchanges: exchanges of each pair, as those of ranks 0 and 1.
-        alone: rules that each rank without a partner has of its own; None if there is no such rank.
-    """
-
-    pairs: Sequence[Pair]
-    exchanges: tuple[Transfer, ...]
-    alone: tuple[Apply, ...] | None
 
 
 def on_few_ranks(plan: Plan, ranks: int) -> FewRanks | None:
@@ -106,47 +91,39 @@ def on_few_ranks(plan: Plan, ranks: int) -> FewRanks | None:
     if plan.votes or plan.groups or plan.source is not None or not _is_plan_of_pairs(plan):
         return None
     rounds = _rounds(plan, ranks)
-    if rounds is None or len({one.alone is None for one in rounds.values()}) != 1:
+    if rounds is None:
         return None
-    is_even = next(iter(rounds.values())).alone is None
-    schedule, few = (EVEN, 4) if is_even else (ODD, 5)
-    exchanges: dict[tuple[Pair, Transfer], list[int]] = defaultdict(list)
-    applies: dict[tuple[int, Apply], list[int]] = defaultdict(list)
-    for number, phase in enumerate(sorted(rounds)):
-        pairs = schedule[number % len(schedule)]
-        for pair in pairs:
-            for kind in rounds[phase].exchanges:
-                exchanges[pair, kind].append(phase)
-        for rank in {*range(few)}.difference(*pairs):
-            for own in rounds[phase].alone or ():
-                applies[rank, own].append(phase)
-    first_of = _first_rules(plan)
-    order = {kind: place for place, kind in enumerate(first_of)}
-    originals: dict[Rule, Rule] = {}
-
-    def make_rules(found: Mapping[Any, list[int]], ranks_of: Any) -> list[Any]:
-        rules = []
-        for (who, kind), phases in sorted(
-            found.items(), key=lambda one: (one[0][0], order[one[0][1]])
-        ):
-            rules.append(replace(kind, ranks=ranks_of(who), phases=Phases(phases)))
-            originals[rules[-1]] = first_of[kind]
-        return rules
-
+    pairs, exchanges, alone = rounds
+    schedule, few = (EVEN, 4) if alone is None else (ODD, 5)
+    of_pairs: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    of_single: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    for number, phase in enumerate(sorted(pairs)):
+        turn = schedule[number % len(schedule)]
+        for pair in turn:
+            of_pairs[pair].append(phase)
+        for rank in {*range(few)}.difference(*turn):
+            of_single[rank,].append(phase)
+    transfers, applies = (
+        [
+            replace(kind, ranks=who, phases=Phases(phases))
+            for who, phases in sorted(found.items())
+            for kind in kinds
+        ]
+        for found, kinds in ((of_pairs, exchanges), (of_single, alone or ()))
+    )
+    first = {_kind(rule): rule for rule in reversed(_ranked_rules(plan))}
     small = replace(
         plan,
-        transfers=_in_place(plan.transfers, make_rules(exchanges, lambda pair: pair)),
-        applies=_in_place(plan.applies, make_rules(applies, lambda rank: (rank,))),
+        transfers=_in_place(plan.transfers, transfers),
+        applies=_in_place(plan.applies, applies),
     )
-    covered = [
-        frozenset(
-            phase
-            for phase, one in rounds.items()
-            if any(bucket in t.payload.buckets for t in one.exchanges)
-        )
-        for bucket in range(plan.buckets)
-    ]
-    return FewRanks(small, few, originals, {p: one.pairs for p, one in rounds.items()}, covered)
+    return FewRanks(
+        small,
+        few,
+        {rule: first[_kind(rule)] for rule in (*transfers, *applies)},
+        pairs,
+        frozenset(b for t in exchanges for b in t.payload.buckets),
+    )
 
 
 def _is_plan_of_pairs(plan: Plan) -> bool:
@@ -182,51 +159,39 @@ def _kind(rule: Any) -> Any:
     return replace(rule, ranks=ranks, phases=Phases([0]))
 
 
-def _first_rules(plan: Plan) -> dict[Any, Any]:
-    """Return the first rule of each kind, in the order of the plan."""
-    first: dict[Any, Any] = {}
-    for rule in _ranked_rules(plan):
-        first.setdefault(_kind(rule), rule)
-    return first
+def _ranked_rules(plan: Plan) -> list[Any]:
+    return [rule for rule in (*plan.transfers, *plan.applies) if rule.ranks is not None]
 
 
-def _ranked_rules(plan: Plan) -> Iterator[Transfer | Apply]:
-    yield from (rule for rule in (*plan.transfers, *plan.applies) if rule.ranks is not None)
+def _rounds(
+    plan: Plan, ranks: int
+) -> tuple[dict[int, list[Pair]], Sequence[Transfer], Sequence[Apply] | None] | None:
+    """Return the pairs of each phase with exchanges; the exchanges of each pair, as those of ranks
+    0 and 1; and the rules that each rank without a partner has of its own, None if there is no such
+    rank.
 
-
-def _rounds(plan: Plan, ranks: int) -> dict[int, _Round] | None:  # noqa: C901
-    """Return the round of each phase with exchanges.
-
-    None if a rank has two partners in a phase, or if pairs of a phase have different rules, or
-    ranks without a partner, or if rules of one kind are not in the same order in all phases.
+    None if a rank has two partners in a phase, or if pairs have different rules, or ranks without a
+    partner.
     """
-    order = {kind: place for place, kind in enumerate(_first_rules(plan))}
-    exchanges: dict[int, dict[Pair, list[Transfer]]] = defaultdict(lambda: defaultdict(list))
-    applies: dict[int, dict[int, list[Apply]]] = defaultdict(lambda: defaultdict(list))
+    exchanges: dict[int, dict[Pair, list[Any]]] = defaultdict(lambda: defaultdict(list))
+    applies: dict[int, dict[int, list[Any]]] = defaultdict(lambda: defaultdict(list))
     for rule in _ranked_rules(plan):
-        kind = _kind(rule)
-        assert rule.ranks is not None
+        kind, who = _kind(rule), sorted(rule.ranks)
         for phase in rule.phases:
             if isinstance(rule, Transfer):
-                one, other = sorted(rule.ranks)
-                exchanges[phase][one, other].append(kind)
+                exchanges[phase][who[0], who[1]].append(kind)
                 continue
-            for rank in rule.ranks:
+            for rank in who:
                 applies[phase][rank].append(kind)
-    if not applies.keys() <= exchanges.keys():
-        return None
-    rounds = {}
+    found = set()
     for phase, by_pair in exchanges.items():
         paired = {rank for pair in by_pair for rank in pair}
-        alone, own = {*range(ranks)} - paired, applies[phase]
+        alone, own = {*range(ranks)} - paired, applies.pop(phase, {})
         if len(paired) < 2 * len(by_pair) or not own.keys() <= alone:
             return None
-        kinds = {tuple(each) for each in by_pair.values()}
-        owns = {tuple(own.get(rank, ())) for rank in alone}
-        if len(kinds) > 1 or len(owns) > 1:
-            return None
-        for rules in (*kinds, *owns):
-            if sorted(rules, key=lambda rule: order[rule]) != list(rules):
-                return None
-        rounds[phase] = _Round([*by_pair], kinds.pop(), owns.pop() if owns else None)
-    return rounds
+        owns = {tuple(own.get(rank, ())) for rank in alone} or {None}
+        found |= {*product(map(tuple, by_pair.values()), owns)}
+    if applies or len(found) != 1:
+        return None
+    [(kinds, rules)] = found
+    return {phase: [*by_pair] for phase, by_pair in exchanges.items()}, kinds, rules

@@ -11,7 +11,7 @@ from typing import Any
 
 from offbeat.core.plan import INSIDE, base_link
 from offbeat.core.profile import Profile
-from offbeat.core.transport.heartbeat_traffic import interval_s
+from offbeat.core.transport.failure_detector import interval_s
 from offbeat.core.transport.topology import Topology
 from offbeat.experiments.report import words
 from offbeat.jobs.interval import Interval, LossSums, combine, quantile

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -114,6 +114,17 @@ class Metering(Observer):
         elif point == "step" and (applied := windows.applied_window(planned)):
             age = max((a.arg("age", 0) for a in plan.applies), default=0)
             self.meter.add_average(self._gradients(range(plan.buckets), age), len(applied))
+
+    def noise(self, losses: Sequence[Tensor]) -> GradientNoise | None:
+        """Return the gradient noise since the last call, from all ranks; see `noise_of`.
+
+        Args:
+            losses: losses of this rank.
+        """
+        numbers = [float(loss) for loss in losses]
+        seen = RankStatistics.of(numbers, self.meter.take(), self._engine.optimizer)
+        everyone = self._engine.control.gather(asdict(seen))
+        return noise_of([RankStatistics(**fields) for fields in everyone])
 
     def _gradients(self, buckets: range, age: int) -> list[Tensor]:
         copy = self._engine.flat.copy_index("grad", age)
