@@ -135,7 +135,7 @@ def test_every_rank_needs_the_same_number() -> None:
     specs = [LinkSpec("lo", "lo", "gloo", 2), LinkSpec("lo", "lo", "gloo")]
     for outcome in watch_ranks(2, connect_with, specs):
         assert outcome.kind == "ValueError", outcome.error
-        assert "connections of the links must be the same on all ranks: rank 0" in outcome.error
+        assert "the connections of the links must be the same on all ranks: rank 0" in outcome.error
 
 
 VERBS = ["all_reduce", "reduce_scatter", "all_gather", "broadcast", "exchange", "send"]

@@ -643,7 +643,11 @@ def test_names_are_rank_0_s(call: Call) -> None:
             [(LO,), (LinkSpec("b", "eth77", "gloo"),)],
             "link 'b': interface 'eth77' must exist on every host; rank 1 (host",
         ),
-        ([(ANY, LO), (ANY,)], "connections of the links must be the same on all ranks: rank 0"),
+        (
+            [(ANY, LinkSpec("b", None, "gloo")), (LinkSpec("b", None, "gloo"), ANY)],
+            "has link 0 'b' where rank 0 (host",
+        ),
+        ([(ANY, LO), (ANY,)], "the backends of the links must be the same on all ranks: rank 0"),
     ],
 )
 def test_differences_are_said_on_every_rank(specs: Any, text: str) -> None:

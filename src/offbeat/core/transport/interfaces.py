@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from typing import TYPE_CHECKING
 
 from offbeat.core.plan import CHANNEL, INSIDE
@@ -31,6 +31,7 @@ MESH_RANKS = 64  # largest number of ranks whose groups of gloo connect all pair
 CHECK_S = 15.0
 MOST_CHECKED = 64  # largest number of ranks to all of which a rank connects before the start
 SHOWN = 4  # failed connections in an error
+UNKNOWN = 1 << 30  # index of a link that rank 0 does not have, after all others
 _SIOCGIFADDR, _SIOCGIFNETMASK = 0x8915, 0x891B  # linux/sockios.h
 
 
@@ -176,6 +177,15 @@ def address_towards(host: str) -> str:
 # ---- the same links on all ranks ------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class _Host:
+    """Links of one rank, their networks, and all interfaces of its host."""
+
+    links: tuple[LinkSpec, ...]
+    networks: tuple[str | None, ...]
+    interfaces: tuple[str, ...]
+
+
 def require_one_order(specs: Sequence[LinkSpec], *, shards: bool = False) -> None:
     """Raise ValueError if several groups of NCCL would be in use at the same time.
 
@@ -205,25 +215,28 @@ def agree_on_links(
     Every rank must call it.
 
     Raises:
-        ValueError: on every rank, if the kinds of links differ, if an interface does not exist on a
-            host, or if ranks that use a link cannot reach each other, as with another order.
+        ValueError: on every rank, if an interface does not exist on a host, if hosts list links in
+            different orders, or if ranks that use a link cannot reach each other.
     """
-    kinds = [(spec.backend, spec.connections) for spec in specs]
-    remedy = "give every rank the same links"
-    control.agree("the backends and connections of the links", kinds, remedy)
-    present = [name for _, name in socket.if_nameindex()]
-    everyone = control.gather(([(spec.name, spec.interface) for spec in specs], present))
-    for rank, (links, found) in enumerate(everyone):
-        for name, interface in links:
-            if interface is not None and interface not in found:
-                raise ValueError(
-                    f"link {name!r}: interface {interface!r} must exist on every host; "
-                    f"{_rank_at(rank, control)} has {', '.join(found)}"
-                )
-    names = [name for name, _ in everyone[0][0]]
-    agreed = [replace(spec, name=name) for spec, name in zip(specs, names, strict=True)]
-    for spec in agreed:
-        address = ipv4_of(spec.interface) if spec.interface else None
+    kinds = [spec.backend for spec in specs]
+    control.agree("the backends of the links", kinds, "give every rank the same links")
+    counts = [spec.connections for spec in specs]
+    control.agree("the connections of the links", counts, "give every rank the same links")
+    addresses = [ipv4_of(spec.interface) if spec.interface else None for spec in specs]
+    networks = tuple(str(address.network) if address else None for address in addresses)
+    present = tuple(name for _, name in socket.if_nameindex())
+    own = (tuple(astuple(spec) for spec in specs), networks, present)
+    hosts = [
+        _Host(tuple(LinkSpec(*spec) for spec in links), *rest)
+        for links, *rest in control.gather(own)
+    ]
+    problem = _missing_interface(hosts, control) or _order_mismatch(hosts, control)
+    if problem:
+        raise ValueError(problem)
+    agreed = [
+        replace(spec, name=first.name) for spec, first in zip(specs, hosts[0].links, strict=True)
+    ]
+    for spec, address in zip(agreed, addresses, strict=True):
         peers = _peers(spec, control.rank, topology)
         _require_reach(spec, str(address.ip) if address else None, peers, control)
     return agreed
@@ -247,6 +260,49 @@ def _peers(spec: LinkSpec, rank: int, topology: Topology) -> Sequence[int]:
 
 def _rank_at(rank: int, control: Agreement) -> str:
     return f"rank {rank} (host {control.hosts[rank]})"
+
+
+def _missing_interface(hosts: Sequence[_Host], control: Agreement) -> str | None:
+    for rank, host in enumerate(hosts):
+        for spec in host.links:
+            if spec.interface is not None and spec.interface not in host.interfaces:
+                return (
+                    f"link {spec.name!r}: interface {spec.interface!r} must exist on every host; "
+                    f"{_rank_at(rank, control)} has {', '.join(host.interfaces)}"
+                )
+    return None
+
+
+def _order_mismatch(hosts: Sequence[_Host], control: Agreement) -> str | None:
+    """Return a description of the first rank with another order of links than rank 0, or None."""
+    first = hosts[0]
+    for rank, host in enumerate(hosts):
+        places = [_index_in(first, host, i) for i in range(len(host.links))]
+        for i, j in enumerate(places):
+            if j in (i, UNKNOWN):
+                continue
+            names = [host.links[k].name for k in sorted(range(len(places)), key=places.__getitem__)]
+            return (
+                "links must be in the same order on all ranks: "
+                f"{_rank_at(rank, control)} has {_link_text(host, i)} where "
+                f"{_rank_at(0, control)} has {_link_text(first, i)}, but that is rank 0's "
+                f"{_link_text(first, j)}; on rank {rank} give links={names}"
+            )
+    return None
+
+
+def _index_in(first: _Host, host: _Host, i: int) -> int:
+    """Return the index of rank 0's link in the same network as link `i` of a host, or else of the
+    same name; `UNKNOWN` if there is none."""
+    network, names = host.networks[i], [link.name for link in first.links]
+    if network is not None and network in first.networks:
+        return i if network == first.networks[i] else first.networks.index(network)
+    return names.index(host.links[i].name) if host.links[i].name in names else UNKNOWN
+
+
+def _link_text(host: _Host, i: int) -> str:
+    network = host.networks[i]
+    return f"link {i} {host.links[i].name!r}" + (f" in {network}" if network else "")
 
 
 # ---- reach ----------------------------------------------------------------------------------
@@ -287,9 +343,8 @@ def _require_reach(
         )
         more = f"; and {len(pairs) - SHOWN} more" if len(pairs) > SHOWN else ""
         raise ValueError(
-            f"{spec} must connect all ranks, but within {limit_s:g} s {words}{more}; give links in "
-            "the same order of networks everywhere, open the firewall between hosts, or give other "
-            "interfaces"
+            f"{spec} must connect all ranks, but within {limit_s:g} s {words}{more}; open the "
+            "firewall between them, or give other interfaces as links"
         )
 
 
