@@ -9,7 +9,7 @@ from offbeat.core.plan import Plan
 from offbeat.core.profile import Profile
 from offbeat.core.strategy.interface import require_count
 from offbeat.strategies.compressible import Synchronous
-from offbeat.strategies.solvers.simultaneous import simultaneous_fusion
+from offbeat.strategies.solvers import simultaneous_fusion
 from offbeat.strategies.wfbp import (
     channel_speeds,
     channels_bound_s,

@@ -14,7 +14,7 @@ from offbeat.core.profile.elsewhere import extrapolate, repeated_ranks
 from offbeat.core.sim import simulate
 from offbeat.core.strategy.interface import Needs, Planned, Strategy, synchronous_bound_s
 from offbeat.strategies.equations import Equations, synchronous
-from offbeat.strategies.solvers.fusion import cap_fusion, fusion_finish
+from offbeat.strategies.solvers import cap_fusion, fusion_finish
 from offbeat.strategies.wfbp import (
     DDP_CAP_BYTES,
     MIB,

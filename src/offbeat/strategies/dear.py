@@ -12,7 +12,7 @@ from offbeat.core.profile import Profile
 from offbeat.core.strategy.interface import require_count
 from offbeat.strategies.compressible import NONE
 from offbeat.strategies.priorities import Prioritized, compute_of
-from offbeat.strategies.solvers.fusion import Fusion, cap_fusion, fusion_finish
+from offbeat.strategies.solvers import Fusion, cap_fusion, fusion_finish
 from offbeat.strategies.wfbp import message_seconds
 
 

@@ -16,8 +16,14 @@ from offbeat.core.plan import Fact, Moment, Payload, Phases, Plan, Transfer, loc
 from offbeat.core.profile import Profile
 from offbeat.core.strategy.interface import Planned, Strategy, require_count
 from offbeat.strategies.compressible import Synchronous
-from offbeat.strategies.solvers.ordering import Compute, Slice, iteration_s, priority_order
-from offbeat.strategies.solvers.usbyte import improved, unit_runs
+from offbeat.strategies.solvers import (
+    Compute,
+    Slice,
+    improved,
+    iteration_s,
+    priority_order,
+    unit_runs,
+)
 
 MOST_MESSAGES = 1024  # largest number of messages in tuning; more are slow to plan and to send
 MOST_SUGGESTED_SLICES = 2000  # of the whole model; more slices cost latency and planning time

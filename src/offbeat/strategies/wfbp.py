@@ -11,7 +11,7 @@ from offbeat.core.plan import Moment, Payload, Plan, channel, local, transfer
 from offbeat.core.profile import Profile
 from offbeat.core.strategy.interface import Strategy, synchronous_bound_s
 from offbeat.strategies.compressible import Synchronous, with_wires
-from offbeat.strategies.solvers.fusion import (
+from offbeat.strategies.solvers import (
     Fusion,
     MessageSeconds,
     cap_fusion,

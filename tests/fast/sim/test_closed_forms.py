@@ -21,7 +21,7 @@ from offbeat.plan import Apply, Moment, Payload, Plan, local, transfer
 from offbeat.profile import Bucket, Link, Profile
 from offbeat.sim import Ranks, predict, predict_plan, simulate
 from offbeat.strategies import BSP, WFBP, DreamDDP, LocalSGD, PartialSync
-from offbeat.strategies.solvers import fusion as solve
+from offbeat.strategies import solvers as solve
 
 ALIKE = random_timelines.profiles(most_buckets=8, links=("net",), rank_scales=False)
 SECONDS = random_timelines.SECONDS

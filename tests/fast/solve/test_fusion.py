@@ -179,3 +179,37 @@ def test_optimal_is_never_later_than_the_others(buckets, latency_s):
     ):
         assert covers(other, len(ready_s))
         assert earliest_s <= end_s(other) * (1 + 1e-12)
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "message"),
+    [
+        (
+            fusion.greedy_fusion,
+            ([2.0, 1.0], len),
+            "ready_s[1] (1) must be at least ready_s[0] (2); list the buckets in backward order",
+        ),
+        (
+            fusion.fusion_finish,
+            ((range(1), range(2, 3)), [1.0] * 3, len),
+            "groups[1] (range(2, 3)) must be a non-empty range from 1 to at most 3; "
+            "list consecutive groups in order",
+        ),
+        (
+            fusion.fusion_finish,
+            ((range(1),), [1.0] * 3, len),
+            "groups (1 ranges) must end at 3 instead of 1; cover every bucket",
+        ),
+        (fusion.cap_fusion, ([1], 0), "cap_bytes (0) must be at least 1; use 1 to fuse nothing"),
+        (
+            fusion.cap_fusion,
+            ([1], 5, 0),
+            "first_cap_bytes (0) must be at least 1; use 1 to fuse nothing",
+        ),
+        (fusion.no_fusion, (-1,), "n (-1) must be at least 0; give the number of buckets"),
+    ],
+)
+def test_errors_name_the_parameter_and_the_remedy(function, arguments, message):
+    with pytest.raises(ValueError) as error:
+        function(*arguments)
+    assert str(error.value) == message

@@ -135,3 +135,20 @@ def test_what_takes_no_time_is_always_sent():
 def test_greedy_takes_the_slow_link_and_the_long_messages_first():
     """The long message on the slow link, where it fits just so, and nothing besides."""
     assert knapsack.greedy([[5.0, 3.0, 3.0], [10.0, 6.0, 6.0]], 10.0) == ((1, 2), (0,))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (([], 1.0), r"weights_s \(\[\]\) must hold at least one link"),
+        (([[1.0]], -1.0), r"window_s \(-1\) must be finite and at least 0"),
+        (([[1.0], [2.0, 3.0]], 1.0), r"weights_s\[1\] \(2 values\) must be as long as ready_s"),
+        (([[1.0, -2.0]], 1.0), r"weights_s\[0\]\[1\] \(-2\) must be finite and at least 0"),
+        (([[1.0]], 1.0, [0.0], [0.0, 0.0]), r"busy_s \(2 values\) must have one value per link"),
+        (([[1.0]], 1.0, None, [2.0]), r"busy_s \(2\) must be at most window_s \(1\)"),
+    ],
+)
+def test_problems_that_make_no_sense(arguments, text):
+    for solve in (knapsack.exact, knapsack.greedy):
+        with pytest.raises(ValueError, match=text):
+            solve(*arguments)

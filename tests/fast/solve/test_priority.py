@@ -6,9 +6,15 @@ from itertools import accumulate, pairwise, permutations
 
 import pytest
 
-from offbeat.strategies.solvers.ordering import Compute, Slice, iteration_s, priority_order
-from offbeat.strategies.solvers.simultaneous import simultaneous_fusion
-from offbeat.strategies.solvers.usbyte import improved, unit_runs
+from offbeat.strategies.solvers import (
+    Compute,
+    Slice,
+    improved,
+    iteration_s,
+    priority_order,
+    simultaneous_fusion,
+    unit_runs,
+)
 
 
 def problems(number: int, most_slices: int, seed: int) -> Iterator[tuple[list[Slice], Compute]]:

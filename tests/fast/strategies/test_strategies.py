@@ -43,7 +43,7 @@ from offbeat.strategies.compressible import profile_for_wire
 from offbeat.strategies.dreamddp import late
 from offbeat.strategies.dreamddp import strategy as planner
 from offbeat.strategies.pieces import Piece, partial_plan, whole_buckets
-from offbeat.strategies.solvers.fusion import cap_fusion
+from offbeat.strategies.solvers import cap_fusion
 from offbeat.testing.conformance import equals_equations, moves_everything, shares
 from offbeat.testing.conformance import plan_is_pure as is_pure
 from offbeat.testing.conformance import plan_is_sound as is_sound

@@ -14,7 +14,7 @@ from offbeat.profile import Bucket, Contention, Link, Profile
 from offbeat.strategies.asc_wfbp import ASCWFBP
 from offbeat.strategies.dear import DeAR, decoupled_iteration_s
 from offbeat.strategies.priorities import MOST_MESSAGES, P3, TIE, ByteScheduler, USByte, order_s
-from offbeat.strategies.solvers.fusion import cap_fusion, fusion_finish
+from offbeat.strategies.solvers import cap_fusion, fusion_finish
 from offbeat.strategies.wfbp import message_seconds
 
 BY_FORWARD = [

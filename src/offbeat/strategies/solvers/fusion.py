@@ -9,9 +9,11 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from offbeat.strategies.solvers import inputs as _check
+from offbeat.strategies.solvers.inputs import Numbers
+
 PATIENCE = 8  # further numbers of messages to try without a gain
 
-Numbers = NDArray[np.float64]
 Fusion = tuple[range, ...]  # groups that cover the buckets 0..L-1 in order
 MessageSeconds = Callable[[range], float]
 
@@ -29,11 +31,16 @@ def fusion_finish(
     Returns:
         Seconds; 0 without buckets.
 
+    Raises:
+        ValueError: an argument is invalid.
+
     Source: MG-WFBP, the recursion of the communication start times.
     """
+    ready = _check.ready(ready_s)
+    _check_groups(groups, len(ready))
     end_s = 0.0
     for group in groups:
-        end_s = max(ready_s[group[-1]], end_s) + message_s(group)
+        end_s = max(float(ready[group[-1]]), end_s) + message_s(group)
     return end_s
 
 
@@ -42,6 +49,8 @@ def no_fusion(n: int) -> Fusion:
 
     Source: Poseidon (WFBP).
     """
+    if n < 0:
+        raise ValueError(f"n ({n}) must be at least 0; give the number of buckets")
     return tuple(range(i, i + 1) for i in range(n))
 
 
@@ -56,16 +65,23 @@ def cap_fusion(
         first_cap_bytes: cap of the first group; torch's default is 1 MiB. None for `cap_bytes`, as
             in torch if the user sets `bucket_cap_mb`.
 
+    Raises:
+        ValueError: an argument is invalid.
+
     Source: torch, compute_bucket_assignment_by_size.
     """
-    starts, filled_bytes = [0], 0
-    limit_bytes = cap_bytes if first_cap_bytes is None else first_cap_bytes
-    for i, size in enumerate(sizes_bytes):
+    sizes = _check.numbers("sizes_bytes", sizes_bytes)
+    first_cap_bytes = cap_bytes if first_cap_bytes is None else first_cap_bytes
+    for name, cap in (("cap_bytes", cap_bytes), ("first_cap_bytes", first_cap_bytes)):
+        if cap < 1:
+            raise ValueError(f"{name} ({cap}) must be at least 1; use 1 to fuse nothing")
+    starts, filled_bytes, limit_bytes = [0], 0.0, first_cap_bytes
+    for i, size in enumerate(sizes):
         filled_bytes += size
         if filled_bytes >= limit_bytes:
             starts.append(i + 1)
-            filled_bytes, limit_bytes = 0, cap_bytes
-    return _groups(starts, len(sizes_bytes))
+            filled_bytes, limit_bytes = 0.0, cap_bytes
+    return _groups(starts, len(sizes))
 
 
 def greedy_fusion(ready_s: Sequence[float], message_s: MessageSeconds) -> Fusion:
@@ -77,10 +93,14 @@ def greedy_fusion(ready_s: Sequence[float], message_s: MessageSeconds) -> Fusion
         ready_s: seconds from the start of backward to each bucket's gradient, non-decreasing.
         message_s: function from a group to the seconds of its message.
 
+    Raises:
+        ValueError: `ready_s` is invalid.
+
     Source: MG-WFBP, Algorithm 1, in one pass, because a merge never moves an earlier message. In
     the paper's model the time saved is the latency of one message.
     """
-    ready, starts, free_s = ready_s, [0], 0.0
+    ready = _check.ready(ready_s).tolist()
+    starts, free_s = [0], 0.0
     for i in range(1, len(ready)):
         start_s, own_s = max(ready[i - 1], free_s), message_s(range(starts[-1], i))
         both_s = own_s + message_s(range(i, i + 1))
@@ -102,9 +122,13 @@ def optimal_fusion(
         messages_ending_s: function from (first, stop) to the seconds of the groups [first, stop),
             [first + 1, stop), ... as an array.
 
+    Raises:
+        ValueError: `ready_s` is invalid.
+
     Source: ours, f(e) = min over s <= e of max(f(s-1), ready_e) + message_s(s..e).
     """
-    ready, count = ready_s, len(ready_s)
+    ready = _check.ready(ready_s)
+    count = len(ready)
     end_s = np.zeros(count + 1)  # end_s[i]: earliest end of the messages of the first i buckets
     first = np.zeros(count, dtype=np.intp)
     for i in range(count):
@@ -136,11 +160,15 @@ def delaying_fusion(
         each_s: seconds by which each message delays the backward after its release.
         sending_s: further seconds of delay for each bucket.
 
+    Raises:
+        ValueError: `ready_s` or `sending_s` is invalid.
+
     Source: ours, f(m, e) = min over s <= e of max(f(m-1, s-1), ready_e + (m-1) each_s + sum of
     sending_s before s) + message_s(s..e) for m messages.
     """
-    ready, count = np.asarray(ready_s, dtype=np.float64), len(ready_s)
-    before_s = np.concatenate([[0.0], np.cumsum(sending_s)])
+    ready = _check.ready(ready_s)
+    count = len(ready)
+    before_s = np.concatenate([[0.0], np.cumsum(_check.numbers("sending_s", sending_s))])
     messages_s = [messages_ending_s(0, i + 1) for i in range(count)]
     end_s = np.full(count + 1, np.inf)  # end_s[i]: earliest end of the messages of i buckets
     end_s[0] = 0.0
@@ -175,3 +203,19 @@ def _groups(starts: Sequence[int], count: int) -> Fusion:
         for start, stop in zip(starts, [*starts[1:], count], strict=True)
         if start < stop
     )
+
+
+def _check_groups(groups: Sequence[range], count: int) -> None:
+    expected = 0
+    for g, group in enumerate(groups):
+        if group.start != expected or group.step != 1 or not expected < group.stop <= count:
+            raise ValueError(
+                f"groups[{g}] ({group}) must be a non-empty range from {expected} to at most "
+                f"{count}; list consecutive groups in order"
+            )
+        expected = group.stop
+    if expected != count:
+        raise ValueError(
+            f"groups ({len(groups)} ranges) must end at {count} instead of {expected}; "
+            "cover every bucket"
+        )

@@ -16,7 +16,9 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-Numbers = NDArray[np.float64]
+from offbeat.strategies.solvers import inputs as _check
+from offbeat.strategies.solvers.inputs import Numbers
+
 Placement = tuple[tuple[int, ...], ...]  # messages of each link in sending order
 
 MOST_ENUMERATED = 14  # largest number of messages; with two links 14 take 1.5 ms, 16 take 7 ms
@@ -25,7 +27,7 @@ _TINY = float(np.finfo(float).tiny)
 _ROUNDING = 1e-9  # tolerance, as share of the window
 FILLED = 1 + _ROUNDING  # factor of the window within which messages fit
 
-_Ends = Numbers  # end on a link for each subset of messages (bit i: message i)
+_Ends = NDArray[np.float64]  # end on a link for each subset of messages (bit i: message i)
 
 
 @dataclass(frozen=True)
@@ -112,12 +114,11 @@ class Solver:
             ready_s: ready time of each message, in seconds from the start of the window; default 0.
             busy_s: time at which each link becomes free, in seconds from the start of the window;
                 default 0.
+
+        Raises:
+            ValueError: an argument is invalid.
         """
-        weights = np.array(weights_s, dtype=np.float64)
-        ready = np.zeros(weights.shape[1]) if ready_s is None else np.array(ready_s, dtype=float)
-        busy = np.zeros(len(weights)) if busy_s is None else np.array(busy_s, dtype=float)
-        order = np.argsort(ready, kind="stable").tolist()
-        window = Window(weights[:, order], window_s * FILLED, ready[order], busy)
+        window, order = _window(weights_s, window_s, ready_s, busy_s)
         return tuple(tuple(order[i] for i in messages) for messages in self.place(window))
 
     def place(self, window: Window) -> Placement:
@@ -137,6 +138,36 @@ class Solver:
         for message in np.flatnonzero(gratis).tolist():
             result[int(free[:, message].argmax())].append(message)
         return tuple(tuple(sorted(messages)) for messages in result)
+
+
+def _window(
+    weights_s: Sequence[Sequence[float]],
+    window_s: float,
+    ready_s: Sequence[float] | None,
+    busy_s: Sequence[float] | None,
+) -> tuple[Window, list[int]]:
+    """Check the arguments; return the problem and the original index of each of its messages."""
+    if not len(weights_s):
+        raise ValueError("weights_s ([]) must hold at least one link")
+    _check.number("window_s", window_s)
+    rows = [_check.numbers(f"weights_s[{k}]", row) for k, row in enumerate(weights_s)]
+    ready = np.zeros(len(rows[0])) if ready_s is None else _check.numbers("ready_s", ready_s)
+    busy = np.zeros(len(rows)) if busy_s is None else _check.numbers("busy_s", busy_s)
+    for k, row in enumerate(rows):
+        _check.same_length(f"weights_s[{k}]", row, "ready_s", ready)
+    if len(busy) != len(rows):
+        raise ValueError(
+            f"busy_s ({len(busy)} values) must have one value per link ({len(rows)}); "
+            "give 0 for a link that is free"
+        )
+    limit_s = window_s * FILLED
+    if busy.max() > limit_s:
+        raise ValueError(
+            f"busy_s ({busy.max():g}) must be at most window_s ({window_s:g}); "
+            "leave out a link that has no time left"
+        )
+    order = np.argsort(ready, kind="stable")
+    return Window(np.stack(rows)[:, order], limit_s, ready[order], busy), order.tolist()
 
 
 def _solve_exactly(window: Window) -> list[list[int]]:

@@ -14,6 +14,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from offbeat.strategies.solvers import inputs as _check
+
 
 class Slice(NamedTuple):
     """Message that is released by a bucket's gradient and is due at the bucket's next forward.
@@ -37,11 +39,19 @@ class Compute:
         ready_s: seconds from the start of backward to each bucket's gradient, non-decreasing.
         forward_s: seconds of each bucket's forward, with the update before it.
         other_s: seconds between backward and the next forward.
+
+    Raises:
+        ValueError: a value is invalid.
     """
 
     ready_s: Sequence[float]
     forward_s: Sequence[float]
     other_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        ready, forward = _check.ready(self.ready_s), _check.numbers("forward_s", self.forward_s)
+        _check.same_length("forward_s", forward, "ready_s", ready)
+        _check.number("other_s", self.other_s)
 
 
 def iteration_s(order: Sequence[Slice], compute: Compute) -> float:
@@ -78,8 +88,14 @@ def priority_order(
         credit_bytes: slices are handed to the link while fewer bytes are in flight; 1 for one slice
             at a time.
 
+    Raises:
+        ValueError: an argument is invalid.
+
     Source: ByteScheduler; P3 sends one slice at a time.
     """
+    ready = _check.ready(ready_s)
+    if credit_bytes < 1:
+        raise ValueError(f"credit_bytes ({credit_bytes}) must be at least 1; use 1 for one slice")
     unreleased = deque(sorted(range(len(slices)), key=lambda i: slices[i].bucket))
     waiting: list[tuple[int, int]] = []
     flight: deque[tuple[float, int]] = deque()  # (end, bytes)
@@ -87,7 +103,7 @@ def priority_order(
     now_s = free_s = 0.0
     in_flight_bytes = 0
     while len(order) < len(slices):
-        while unreleased and ready_s[slices[unreleased[0]].bucket] <= now_s:
+        while unreleased and ready[slices[unreleased[0]].bucket] <= now_s:
             i = unreleased.popleft()
             heappush(waiting, (-slices[i].bucket, i))
         while flight and flight[0][0] <= now_s:
@@ -99,7 +115,7 @@ def priority_order(
             in_flight_bytes += slices[i].size_bytes
             order.append(i)
             continue
-        next_ready_s = float(ready_s[slices[unreleased[0]].bucket]) if unreleased else math.inf
+        next_ready_s = float(ready[slices[unreleased[0]].bucket]) if unreleased else math.inf
         now_s = min(next_ready_s, flight[0][0] if flight else math.inf)
     return order
 

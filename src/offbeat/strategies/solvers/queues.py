@@ -19,8 +19,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from offbeat.strategies.solvers import inputs as _check
 from offbeat.strategies.solvers import knapsack
-from offbeat.strategies.solvers.knapsack import Numbers
+from offbeat.strategies.solvers.inputs import Numbers
 
 MOST_GENERATIONS = 8  # largest number simulated; without a repetition the best stretch is repeated
 
@@ -111,12 +112,17 @@ def simulate(
         names: names of the pieces for error messages.
 
     Raises:
-        ValueError: a piece fits into neither window.
+        ValueError: an argument is invalid, or a piece fits into neither window.
 
     Source: DeFT, Algorithm 2.
     """
-    ready, weights = (np.array(numbers, dtype=np.float64) for numbers in (ready_s, weights_s))
-    windows = _Windows(forward_s, backward_s, ready, weights, solver)
+    for name, window_s in (("forward_s", forward_s), ("backward_s", backward_s)):
+        _check.number(name, window_s)
+    ready = _check.ready(ready_s)
+    rows = [_check.numbers(f"weights_s[{k}]", row) for k, row in enumerate(weights_s)]
+    for k, row in enumerate(rows):
+        _check.same_length(f"weights_s[{k}]", row, "ready_s", ready)
+    windows = _Windows(forward_s, backward_s, ready, np.stack(rows), solver)
     enough = most_updates(forward_s, backward_s, weights_s)
     search = _Search(windows, [], [(0, frozenset())])
     search.run(enough, names)

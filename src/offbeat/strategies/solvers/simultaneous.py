@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from offbeat.strategies.solvers import inputs as _check
 from offbeat.strategies.solvers.fusion import Fusion, MessageSeconds
 
 
@@ -21,24 +22,29 @@ def simultaneous_fusion(
     Returns:
         Groups, and the end of each message in seconds from the start of backward.
 
+    Raises:
+        ValueError: an argument is invalid.
+
     Source: ASC-WFBP.
     """
+    ready = _check.ready(ready_s)
+    _check_speeds(speeds)
     groups: list[range] = []
     left_s = [0.0] * len(speeds)  # remaining seconds of each channel at full speed
     ends_s: list[float] = []
     on_channel = [0] * len(speeds)
     waiting, now_s = range(0), 0.0
-    while waiting.stop < len(ready_s) or waiting or any(left_s):
+    while waiting.stop < len(ready) or waiting or any(left_s):
         channel = len(groups) % len(speeds)
         if waiting and not left_s[channel]:
             left_s[channel], on_channel[channel] = message_s(waiting), len(groups)
             groups.append(waiting)
             ends_s.append(now_s)
             waiting = range(waiting.stop, waiting.stop)
-        elif waiting.stop < len(ready_s) and ready_s[waiting.stop] <= now_s:
+        elif waiting.stop < len(ready) and ready[waiting.stop] <= now_s:
             waiting = range(waiting.start, waiting.stop + 1)
         else:
-            until_s = float(ready_s[waiting.stop]) if waiting.stop < len(ready_s) else float("inf")
+            until_s = float(ready[waiting.stop]) if waiting.stop < len(ready) else float("inf")
             now_s, left_s, ended = _run(now_s, until_s, left_s, speeds)
             for channel in ended:
                 ends_s[on_channel[channel]] = now_s
@@ -62,3 +68,11 @@ def _run(
     for channel in ended:
         left_s[channel] = 0.0
     return end_s, left_s, ended
+
+
+def _check_speeds(speeds: Sequence[float]) -> None:
+    if not speeds:
+        raise ValueError("speeds ([]) must have a value per channel; give [1.0] for one channel")
+    for i, speed in enumerate(_check.numbers("speeds", speeds)):
+        if speed == 0:
+            raise ValueError(f"speeds[{i}] (0) must be above 0; use fewer channels")

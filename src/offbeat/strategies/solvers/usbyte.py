@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TypeVar
 
+from offbeat.strategies.solvers import inputs as _check
+
 Message = TypeVar("Message")
 
 
@@ -23,20 +25,25 @@ def unit_runs(
         blocks_s: function from (bucket, n) to the seconds of a message with n blocks of the bucket,
             non-decreasing in n.
 
+    Raises:
+        ValueError: an argument is invalid.
+
     Source: US-Byte, unequal-sized fusion.
     """
+    ready = _check.ready(ready_s)
+    _check.same_length("units", _check.numbers("units", units), "ready_s", ready)
     runs: list[tuple[int, range]] = []
-    sent = [0] * len(ready_s)
+    sent = [0] * len(ready)
     unfinished: list[int] = []  # ready buckets with unsent blocks; the last is nearest the input
     arrived, now_s = 0, 0.0
-    while arrived < len(ready_s) or unfinished:
-        now_s = now_s if unfinished else max(now_s, float(ready_s[arrived]))
-        known, arrived = arrived, bisect_right(ready_s, now_s)
+    while arrived < len(ready) or unfinished:
+        now_s = now_s if unfinished else max(now_s, float(ready[arrived]))
+        known, arrived = arrived, bisect_right(ready, now_s)
         unfinished += [b for b in range(known, arrived) if units[b]]
         if not unfinished:
             continue
         b = unfinished[-1]
-        slack_s = float(ready_s[arrived]) - now_s if arrived < len(ready_s) else math.inf
+        slack_s = float(ready[arrived]) - now_s if arrived < len(ready) else math.inf
         width = _block_count(slack_s, units[b] - sent[b], partial(blocks_s, b))
         runs.append((b, range(sent[b], sent[b] + width)))
         sent[b] += width
