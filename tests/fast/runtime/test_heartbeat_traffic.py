@@ -18,6 +18,7 @@ from offbeat.core.transport.failure_detector import (
     FAILED,
     LEFT,
     MAX_EXCHANGES_PER_S,
+    RECEIVED_BYTES,
     RUNNING,
     WAITING,
     interval_s,
@@ -26,7 +27,7 @@ from offbeat.core.transport.heartbeat import Heartbeat
 
 PREFIX = f"default_pg/offbeat/{'0' * 16}/offbeat/heartbeat/1"  # of a job that `prepare` connects
 ACTIVITY = "in backward, waiting for grad of bucket layers.10.fc2 on link 'net' in iteration 812"
-RECEIVED_BYTES, SENT_BYTES = 480, 110  # most bytes of an exchange at the host of the store
+SENT_BYTES = 110  # most bytes of an exchange that the host of the store sends
 SEGMENT_BYTES = 66  # headers of a TCP segment: Ethernet, IP, TCP with timestamps
 
 

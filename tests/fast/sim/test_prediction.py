@@ -6,7 +6,7 @@ from statistics import fmean
 
 import pytest
 from cases.strategy_lists import ALL, STRATEGIES
-from harness.parts import Windows
+from harness.parts import Windows, network_rate_bps, traffic_bps
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import random_timelines
@@ -135,7 +135,25 @@ def test_the_trace_is_the_last_period_with_the_numbers():
         "bound_s": prediction.bound_s,
         "exposed_s": prediction.exposed_s,
         "steady": True,
+        "heartbeat_share": {
+            link.name: round(traffic_bps(4) / network_rate_bps(link, 4), 4)
+            for link in PROFILE.links
+        },
     }
+
+
+def test_trace_states_the_share_of_the_heartbeat():
+    """For links of which it takes more than 0.1 %: 23 kbit/s at 4 ranks, 488 at 128."""
+
+    def share(ranks, bits_per_s):
+        links = (replace(Link("net", 1e-4, 1e6), asked_rate_bps=bits_per_s),)
+        profile = replace(PROFILE, world_size=ranks, links=links)
+        return predict(BSP(), profile).trace.notes.get("heartbeat_share")
+
+    assert share(4, 1e7) == {"net": 0.0023}
+    assert share(4, 1e8) is None
+    assert share(128, 1e8) == {"net": 0.0049}
+    assert share(1, 1e3) is None
 
 
 def test_too_few_iterations_are_averaged_as_they_are():

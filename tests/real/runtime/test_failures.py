@@ -137,7 +137,7 @@ def test_a_rank_with_less_data() -> None:
     args = (EAGER, "has less data", 1, WAITED_S, False)
     other, early = watch_ranks(2, failing.train_until, *args, timeout_s=PATIENCE_S)
     assert re.search(WHERE, other.error), other.error
-    assert "in consolidate, exchanging values" in other.error, other.error
+    assert "in consolidate, comparing values" in other.error, other.error
     remedy = "consolidate() was called on rank 1, but not on rank 0; call it on every rank, in "
     assert early.error.startswith(remedy), early.error
     assert "a collective of all ranks failed, " in early.error, early.error

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from offbeat.core.plan import Plan, base_link
 from offbeat.core.profile import Profile
+from offbeat.core.profile.elsewhere import network_rate_bps
 from offbeat.core.sim.fluid import coupled_links
 from offbeat.core.sim.job import Run
 from offbeat.core.sim.outcomes import Votes
@@ -20,6 +21,7 @@ from offbeat.core.sim.ranks import Ranks
 from offbeat.core.sim.shorten import SAMPLE, ShortPlan, shorten
 from offbeat.core.sim.simulation import make_job, recorded_iterations, run, to_trace
 from offbeat.core.sim.trace import Trace
+from offbeat.core.transport.failure_detector import traffic_bps
 
 if TYPE_CHECKING:
     from offbeat.core.strategy.interface import Strategy
@@ -33,6 +35,7 @@ RANDOM_ITERATIONS = 400  # iterations with jitter or random votes; the second ha
 LONGEST_CYCLE = 12  # longest cycle of a steady state, in periods of the plan
 SHARED_ITERATIONS = 120  # as RANDOM_ITERATIONS, where sends between ranks share links
 SHARED_SPREAD = 0.1  # relative standard deviation of message times there, as with TCP
+LEAST_SHARE = 0.001  # smallest share of a link that a trace states for the heartbeat
 _SAME = 1e-9  # tolerance of equal times, as share of an iteration
 
 
@@ -75,8 +78,11 @@ class Prediction:
     def trace(self) -> Trace:
         """Return the trace of the last whole period, computed on first access.
 
-        Its notes hold `iteration_s`, `bound_s`, `exposed_s` and `steady`. If iterations of that
-        period were left out of the simulation, the trace holds those after the last gap.
+        Its notes hold `iteration_s`, `bound_s`, `exposed_s` and `steady`. `heartbeat_share` is the
+        share of rank 0's rate that the heartbeat takes on a link over which the host of rank 0
+        receives it, for links with more than 0.1 %. The prediction does not subtract it, because
+        the rates of a measured profile contain it. If iterations of that period were left out of
+        the simulation, the trace holds those after the last gap.
         """
         trace = self._traced()
         names = ("iteration_s", "bound_s", "exposed_s", "steady")
@@ -243,7 +249,19 @@ def _trace(result: Run, short: ShortPlan) -> Trace:
     last = recorded_iterations(short.plan, len(result.ends_s), None)
     if len(last) == short.plan.period:
         last = range(last.start + short.gapless_start - short.plan.prologue, last.stop)
-    return to_trace(result, short.original, last, last, short.number_of)
+    trace = to_trace(result, short.original, last, last, short.number_of)
+    shares = _heartbeat_shares(result.job.profile)
+    return replace(trace, notes={**trace.notes, "heartbeat_share": shares}) if shares else trace
+
+
+def _heartbeat_shares(profile: Profile) -> dict[str, float]:
+    """Return the share of each link that the heartbeat takes at rank 0, if above `LEAST_SHARE`."""
+    replicas = profile.world_size
+    if replicas < 2:
+        return {}
+    traffic = traffic_bps(profile.ranks)
+    shares = {link.name: traffic / network_rate_bps(link, replicas) for link in profile.links}
+    return {name: round(share, 4) for name, share in shares.items() if share > LEAST_SHARE}
 
 
 def _simulate(

@@ -203,7 +203,8 @@ class Control(Reports):
             numbers: numbers of this rank.
             groups: ranks to compare with each other, in groups; () for all ranks.
         """
-        everyone = self.gather([*numbers])
+        with self.collective("comparing values"):
+            everyone = self.run_checked(lambda: packed.gather([*numbers], self.group))
         together = groups or [range(self.world_size)]
         return all(everyone[rank] == everyone[own[0]] for own in together for rank in own)
 

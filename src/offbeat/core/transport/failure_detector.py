@@ -16,6 +16,9 @@ MAX_EXCHANGES_PER_S = 128  # limit of the exchanges of all ranks with the store 
 # Limit of the interval, which precedes the other one. With 8192 ranks, an interval of 64 s would
 # detect a failure only after 160 s, when waits of other ranks have ended.
 MAX_INTERVAL_S = 8.0
+# Bytes of one exchange that the host of the store receives, in TCP segments with their headers: a
+# heartbeat with a status of 100 characters, a request for the digest, and an acknowledgement.
+RECEIVED_BYTES = 480
 STORE_TIMEOUT_S = 1.0  # a store request that takes longer marks the store as lost
 HEARTBEAT_TIMEOUT_S = 2.0  # lower bound of `FailureDetector.timeout_s`
 MAX_READS_PER_S = 256  # limit of the heartbeats that rank 0 reads per second
@@ -37,6 +40,12 @@ Status = list[Any]  # JSON form of a status: [iteration, state, activity, suspec
 def interval_s(world_size: int) -> float:
     """Return the seconds between two exchanges of a rank with the store."""
     return max(INTERVAL_S, min(world_size / MAX_EXCHANGES_PER_S, MAX_INTERVAL_S))
+
+
+def traffic_bps(world_size: int) -> float:
+    """Return the bit/s that the host of the store receives: at most 492 kbit/s at up to 1024 ranks,
+    and 480 bit/s per rank above. It sends less."""
+    return 8 * RECEIVED_BYTES * (world_size - 1) / interval_s(world_size)
 
 
 @dataclass
