@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
+from offbeat.core.buckets.shards import is_sharded
+
 
 class UncopiedHook:
     """Hook that calls `act`. Its copies, also pickled ones, do nothing."""
@@ -73,7 +75,7 @@ class GradientHook:
         self._handle: RemovableHandle
         trains = p.requires_grad
         p.requires_grad_(True)  # torch refuses hooks on a parameter that the script has frozen
-        if lasting:
+        if lasting or is_sharded(p):
             self._handle = p.register_post_accumulate_grad_hook(act)
         else:
             self._node = get_gradient_edge(p).node  # which would otherwise be freed

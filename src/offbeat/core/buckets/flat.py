@@ -7,7 +7,7 @@ user code has changed one. Parameters and buffers have their own storages over t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from itertools import accumulate
 from typing import NamedTuple
@@ -24,6 +24,7 @@ from offbeat.core.buckets.shards import (
     place_of_shard,
     reshard,
     shard_like,
+    squared_norm,
     stored_elements,
 )
 from offbeat.core.plan import BUILT_IN, Buffer, Payload
@@ -180,6 +181,13 @@ class Flat:
         self._stores[buffer] = []
 
     # ---- named buffers ----------------------------------------------------------------------
+
+    def squared_norm(self, tensors: Iterable[Tensor]) -> Tensor | float:
+        """Return the squared norm of tensors; of shards, that of all ranks of the node, each of
+        which must call it."""
+        if self.is_sharded:
+            return squared_norm(tensors, self.parameters[0])
+        return sum(torch.linalg.vector_norm(t).double().square() for t in tensors)
 
     def copy_in(self, run: range | None = None) -> None:
         """Copy shards to the flat tensors, before code uses the parameters there.

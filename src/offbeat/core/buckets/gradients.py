@@ -349,4 +349,5 @@ class Gradients:
         one tensor per parameter."""
         if self.gathers:
             return (self.flat.gradients(b, copy) for b in run)
-        return (g for i in self.flat.indices(run) if (g := self.parameters[i].grad) is not None)
+        grads = (self.parameters[i].grad for i in self.flat.indices(run))
+        return (local_of(grad) for grad in grads if grad is not None)

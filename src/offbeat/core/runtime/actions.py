@@ -14,7 +14,6 @@ from torch import Tensor
 from offbeat.core.buckets.flat import Flat
 from offbeat.core.buckets.gradients import Gradients
 from offbeat.core.buckets.optimizer_state import StateStore
-from offbeat.core.buckets.shards import local_of, squared_norm
 from offbeat.core.derive import effects
 from offbeat.core.guards.finite import FiniteGuard
 from offbeat.core.plan import INSIDE, Apply, Moment, Payload, Phases, Transfer, Vote, base_link
@@ -128,12 +127,12 @@ class TensorActions:
         if not self.votes.allows(apply, iteration.planned) or self._uses_lost(apply):
             return False
         self.context.iteration = iteration
-        if not self._flat.is_sharded or effects.is_update(apply):
-            RULES[apply.rule](self.context, apply)
-            return True
-        self._flat.copy_in(apply.buckets)
+        updates = effects.is_update(apply)  # which work on the user's own parameters
+        if not updates:
+            self._flat.copy_in(apply.buckets)
         RULES[apply.rule](self.context, apply)
-        self._flat.copy_out(apply.buckets)
+        if not updates:
+            self._flat.copy_out(apply.buckets)
         return True
 
     def cast_votes(self, iteration: Iteration, votes: Sequence[Vote]) -> None:
@@ -330,10 +329,7 @@ class StorageContext:
         return tuple(self._flat.parameters_of(buffer, buckets))
 
     def squared_norm(self, buffer: str, buckets: range) -> Tensor | float:
-        tensors = self._values(buffer, buckets)
-        if self._flat.is_sharded:
-            return squared_norm(tensors, self._flat.parameters[0])
-        return sum(torch.linalg.vector_norm(t).double().square() for t in tensors)
+        return self._flat.squared_norm(self._values(buffer, buckets))
 
     def scale(self, buffer: str, buckets: range, factor: float) -> None:
         for tensor in self._values(buffer, buckets):
@@ -343,11 +339,7 @@ class StorageContext:
         """Return the tensors of a buffer without the values that are appended to gradients."""
         if buffer != "grad":
             return self.read(buffer, buckets)
-        copy = self._flat.copy_index(buffer)
-        if self._flat.is_sharded:
-            gradients = self._gradients.gradient_tensors(buckets, copy)
-            return tuple(local_of(gradient) for gradient in gradients)
-        return tuple(self._flat.gradients(b, copy) for b in buckets)
+        return tuple(self._gradients.gradient_tensors(buckets, self._flat.copy_index(buffer)))
 
     def swap(self, a: str, b: str, buckets: range) -> None:
         for one, other in zip(

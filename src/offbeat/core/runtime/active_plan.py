@@ -5,9 +5,13 @@ from __future__ import annotations
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
+from torch import nn
+
 from offbeat.core.buckets.attached import NamedParameters
+from offbeat.core.buckets.flat import Flat
 from offbeat.core.derive import effects
 from offbeat.core.derive.drained import drained_plan
+from offbeat.core.derive.lean import keeps_gradients, leaves_gradients
 from offbeat.core.derive.traits import PlanTraits
 from offbeat.core.guards.gradients_read import WEIGHTS, ReadHook
 from offbeat.core.plan import (
@@ -29,6 +33,17 @@ from offbeat.core.runtime.updates import AT_ONCE, Updates
 
 if TYPE_CHECKING:
     from offbeat.core.runtime.engine import Engine
+
+
+def needs_gradients(plan: Plan, flat: Flat, model: nn.Module) -> bool:
+    """Return whether gradients move to the flat storage.
+
+    Sparse gradients do, where they are refused: most optimizers do not support them.
+    """
+    if flat.is_sharded:  # votes read the gradients of shards in FSDP's tensors
+        return not leaves_gradients(plan)
+    sparse = any(getattr(module, "sparse", False) for module in model.modules())
+    return not keeps_gradients(plan) or sparse
 
 
 class ActivePlan:

@@ -22,7 +22,6 @@ from offbeat.core.buckets.memory import give_back
 from offbeat.core.buckets.module_buffers import ModuleBuffers
 from offbeat.core.buckets.optimizer_state import StateStore
 from offbeat.core.derive import effects
-from offbeat.core.derive.lean import keeps_gradients, leaves_gradients
 from offbeat.core.guards.finite import FiniteGuard
 from offbeat.core.guards.foreign_step import ForeignStepGuard
 from offbeat.core.guards.script_usage import UsageRecorder
@@ -30,7 +29,7 @@ from offbeat.core.guards.step_hooks import has_hooks
 from offbeat.core.observers import Observers
 from offbeat.core.plan import Plan
 from offbeat.core.plan.cursor import StepObserver
-from offbeat.core.runtime.active_plan import ActivePlan
+from offbeat.core.runtime.active_plan import ActivePlan, needs_gradients
 from offbeat.core.runtime.hooks import Hooks
 from offbeat.core.runtime.iteration import Iteration, Timestamps
 from offbeat.core.runtime.machine import Event, Machine, State
@@ -152,7 +151,8 @@ class Engine:
 
     def _place_gradients(self, plan: Plan, *, continues: bool) -> None:
         """Allocate the buffers of a plan, and decide where its gradients are."""
-        gathers, lasting = self._gathers(plan), self.watched is None
+        lasting = self.watched is None  # otherwise version counters show what the script changes
+        gathers = not lasting or needs_gradients(plan, self.flat, self.model)
         self.gradients.close()
         if gathers:
             self.flat.create_gradients()
@@ -163,18 +163,6 @@ class Engine:
             before.remove()
             self.hooks = Hooks(self.flat, self, lasting=True)
             self.hooks.accumulating, self.hooks.held = before.accumulating, before.held
-
-    def _gathers(self, plan: Plan) -> bool:
-        """Return whether gradients move to the flat storage.
-
-        Sparse gradients do, where they are refused: most optimizers do not support them.
-        """
-        if self.watched is not None:  # version counters there show what the script changes
-            return True
-        if self.flat.is_sharded:  # votes read the gradients of shards in FSDP's tensors
-            return not leaves_gradients(plan)
-        sparse = any(getattr(module, "sparse", False) for module in self.model.modules())
-        return not keeps_gradients(plan) or sparse
 
     def set_watched(self, watched: UsageRecorder | None) -> None:
         """Set the observer of the script's actions between backward and step. It takes effect with

@@ -71,7 +71,7 @@ class Hooks:
         lasting: see `GradientHook`.
 
     Attributes:
-        lasting: as given; always true for shards, for which FSDP itself calls the hooks.
+        lasting: as given.
         accumulating: within `no_sync()`; backward passes only accumulate.
         held: backward passes of an iteration that only accumulate, before the pass that ends it.
         version: version of the gradients after the last pass that only accumulates.
@@ -79,7 +79,7 @@ class Hooks:
 
     def __init__(self, flat: Flat, listener: BackwardListener, *, lasting: bool = True):
         self._flat, self._listener = flat, listener
-        self.lasting = lasting or flat.is_sharded
+        self.lasting = lasting
         self.accumulating, self.held, self.version = False, 0, 0
         self._parameters = flat.parameters
         stops = [*flat.starts[1:], len(self._parameters)]

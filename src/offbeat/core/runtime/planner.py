@@ -76,6 +76,7 @@ class Planner:
         self._job, self._engine, self._guards = job, engine, guards
         self.strategy, self.decisions = strategy, decisions
         self.is_variant = self.is_trial = False
+        self._checked: set[str] = set()  # digests of plans
         self._usage: ScriptUsage | None = None  # of this rank, until all ranks know that of all
         self.convergence: ConvergenceGuard | None = None
         self.pace: Pace | None = None
@@ -102,7 +103,12 @@ class Planner:
         plan = lean(plan)
         if member is not None:
             plan = part("plan_of_members")(plan, profile, strategy, member.settings)
-        raise_if_wrong(plan, profile)
+        return self._check(plan)
+
+    def _check(self, plan: Plan) -> Plan:
+        """Return the plan, which can run from now on. Raise ValueError if it is wrong."""
+        raise_if_wrong(plan, self.profile)
+        self._checked.add(plan.digest)
         return plan
 
     def _suitable_plan(self, plan: Plan, usage: ScriptUsage) -> Plan:
@@ -162,7 +168,7 @@ class Planner:
         if usage is not None:
             plan = self._suitable_plan(plan, usage)
         elif (trial := defer_updates(plan)) is not None:
-            raise_if_wrong(trial, profile)
+            self._check(trial)
         elif self.strategy.at_step() is not None:  # otherwise this script may differ
             plan = self._suitable_plan(plan, profile.usage)
         self.is_trial = trial is not None
@@ -255,7 +261,9 @@ class Planner:
         self.plan, self._usage = plan, None
         if self._job.recorder:
             self._job.recorder.set_plan(plan, profile)
-        engine.adopt(plan if trial is None else trial, continues=continues)
+        first = plan if trial is None else trial
+        assert first.digest in self._checked
+        engine.adopt(first, continues=continues)
         self._guards.note_plan()
         if self.pace is None and (pace := open_pace(profile, cluster.replica)) is not None:
             self.pace = pace
@@ -366,9 +374,7 @@ class Planner:
             return
         self.is_trial = False
         engine.set_watched(None)
-        plan = Plan.from_dict(state["plan"])
-        raise_if_wrong(plan, profile)
-        self._begin(plan)
+        self._begin(self._check(Plan.from_dict(state["plan"])))
         engine.hooks.held = state["held"]
         if state["guard"] is None:
             self.stop_watching()
