@@ -76,5 +76,5 @@ def count_calls(control: Control, calls: list[str]) -> None:
 
         return call
 
-    for name in ("collective", "largest", "meet"):
+    for name in ("collective", "meet"):
         setattr(control, name, counting_call(name))

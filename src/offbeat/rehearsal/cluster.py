@@ -82,8 +82,8 @@ class MemoryControl(Control):
     def meet(self, what: str) -> None:
         self._exchange.gather(self.rank, None, what)
 
-    def gather(self, value: Any) -> list[Any]:
-        given = self._exchange.gather(self.rank, pack(value), "exchanging values")
+    def gather(self, value: Any, activity: str = "exchanging values") -> list[Any]:
+        given = self._exchange.gather(self.rank, pack(value), activity)
         return [unpack(data, rank) for rank, data in enumerate(given)]
 
     def share(self, tensor: Tensor) -> list[Tensor]:

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import offbeat
 from cases.matrix import references
+from cases.merging import Merging
 from offbeat import A2CiD2, Cyclic, DeFT, DreamDDP, LocalSGD, Planned, SelSync, Strategy
 from offbeat.core.runtime.prepared import Model, Optimizer
 from offbeat.profile import Bucket, Link, Profile
@@ -36,6 +37,9 @@ STRATEGIES: dict[str, Strategy] = {
     "DeFT": DeFT(),
     "Cyclic": Cyclic(),
 }
+
+# Its windows do not depend on measured times, as those of DeFT do.
+ON_MEASURED: dict[str, Strategy] = {"DeFT": Merging()}
 
 
 @dataclass

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from cases.matrix.features import FEATURES, Feature
-from cases.matrix.job import OBSERVED, STEPS, STRATEGIES, Job
+from cases.matrix.job import OBSERVED, ON_MEASURED, STEPS, STRATEGIES, Job
 
 LIKE_DDP, LIKE_REFERENCE, REFUSED, NOT_RUN, DIFFERENT = "= DDP", "= reference", "refused", "-", "?"
 SIGNS = {LIKE_DDP: "✓", LIKE_REFERENCE: "≈", REFUSED: "✗", NOT_RUN: "–", DIFFERENT: "?"}
@@ -77,7 +77,7 @@ def judge(
     measured, into a folder, there are as many iterations more."""
     if name in feature.not_for:
         return Verdict(NOT_RUN)
-    strategy = STRATEGIES[name]
+    strategy = STRATEGIES[name] if measured is None else ON_MEASURED.get(name, STRATEGIES[name])
     how: dict[str, Any] = {"measured": measured, "steps": STEPS + (OBSERVED if measured else 0)}
     mine = run(feature, Job(strategy, find_unused=feature.find_unused, **how))
     errors: list[str] = [""] * dist.get_world_size()

@@ -277,8 +277,8 @@ def test_drained_anywhere_the_runtime_computes_what_the_interpreter_computes(
         count = [0] * task.ranks
 
         class Drained(Engine):
-            def begin(self, count=count, at=at) -> None:
-                super().begin()
+            def step(self, skip_update=False, count=count, at=at) -> None:
+                super().step(skip_update)
                 rank, own = self.control.rank, self.iteration
                 if own in at and count[rank] < own:
                     count[rank] = own
@@ -306,8 +306,8 @@ def test_a_drain_refuses_values_that_are_not_finite(
                 link.guard = guard.run
             super().adopt(plan, planned)
 
-        def begin(self) -> None:
-            super().begin()
+        def step(self, skip_update: bool = False) -> None:
+            super().step(skip_update)
             if self.iteration == at:
                 self.drain()
 

@@ -63,7 +63,7 @@ def test_a_boundary_without_an_answer_leaves_requests_to_the_next_one() -> None:
     member.watch = SimpleNamespace(version=2, error=None)
     member.membership = member._at_boundaries = service
     member._job, member.links = JOB, []
-    control = SimpleNamespace(rank=0, largest=lambda number: number, gather=lambda own: [own])
+    control = SimpleNamespace(rank=0, gather=lambda own: [own])
     changes = changes_of(member, control)
     service.answers = False
     assert [*changes._agree_on_requests()] == []
@@ -76,9 +76,8 @@ def test_a_boundary_without_an_answer_leaves_requests_to_the_next_one() -> None:
 
 @pytest.mark.parametrize(("has_answer", "handled"), [(True, 4), (False, -1)])
 def test_all_ranks_ask_again_if_the_first_one_has_no_answer(has_answer: bool, handled: int) -> None:
-    control = SimpleNamespace(
-        rank=1, largest=lambda _: 4, gather=lambda own: [(None, has_answer), own]
-    )
+    given = iter([[4, 3], [(None, has_answer), None]])
+    control = SimpleNamespace(rank=1, gather=lambda _: next(given))
     changes = changes_of(SimpleNamespace(watch=SimpleNamespace(version=4)), control)
     assert [*changes._agree_on_requests()] == []
     assert changes._handled == handled

@@ -163,7 +163,7 @@ def test_rules_that_use_a_message_that_the_members_have_skipped_are_left_out(
     actions.lost, actions.repeats = [], lambda _: False
     actions.votes, actions.context = Mock(), Mock()
     actions._links = {"net": link}
-    actions._flat = SimpleNamespace(shards=SimpleNamespace(are_staged=False))
+    actions._flat = Mock()
     message = SimpleNamespace(transfer=sent)
     iteration: Any = SimpleNamespace(messages=[message], planned=4)
     assert not actions.release(iteration, 0)

@@ -79,7 +79,6 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
     "deft": [
         {"scale": "mean", "solver": "greedy"},
         {"partition_elements": 20},
-        {"forward": 1, "backward": 2},
     ],
     "dreamddp": [
         {},
@@ -331,7 +330,6 @@ WITHOUT_A_PROFILE: dict[str, dict[str, Any]] = {
         for name in STRATEGIES
         if name not in (*ALONE, *SAME_AFTER_OBSERVATION)
     },
-    "deft": {"forward": 1, "backward": 2},
     "diloco": {"period": 3, "fragments": 2, "delay": 1, "alpha": 0.5},
     "dreamddp": {"period": 3},
     "des-loc": {"period": 1, "first": 2, "second": 3},

@@ -388,7 +388,7 @@ def test_states_from_another_gpu_can_be_read(monkeypatch: pytest.MonkeyPatch) ->
         _model=SimpleNamespace(buffers=list),
         _optimizer=SimpleNamespace(load_state_dict=given.append),
     )
-    GossipSetup._unpack_state(setup, data, 0.0)
+    GossipSetup._unpack_state(setup, data)
     assert torch.equal(given[0], weight)
 
 
@@ -516,7 +516,7 @@ def test_members_follow_the_results_that_they_send() -> None:
     )
     changes: Any = object.__new__(MemberChanges)
     changes._begins_at, changes._cluster = None, cluster
-    changes._session = SimpleNamespace(iteration=5, has_profile=True)
+    changes._session = SimpleNamespace(iteration=5, has_plan=True)
     changes._engine = SimpleNamespace(iteration=5, waiting=SimpleNamespace(since_s=None))
     changes._united_at = -1
     changes._member = SimpleNamespace(epoch=SimpleNamespace(first_iteration=0))

@@ -333,7 +333,7 @@ def test_only_large_states_that_may_differ_are_sent_ahead(
     payload = SimpleNamespace(buffer=buffer, moment=None)
     session: Any = SimpleNamespace(
         plan=SimpleNamespace(transfers=[SimpleNamespace(payload=payload)]),
-        choice=SimpleNamespace(strategy=SimpleNamespace(synchronous=synchronous)),
+        planner=SimpleNamespace(strategy=SimpleNamespace(synchronous=synchronous)),
         network_bytes_per_s=rate,
         _optimizer_state={0: {"momentum": torch.empty(size, dtype=torch.uint8)}},
     )

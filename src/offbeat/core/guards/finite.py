@@ -17,7 +17,6 @@ OnNonfinite = Literal["raise", "ignore"]
 POLICIES: tuple[str, ...] = get_args(OnNonfinite)
 
 KINDS = {"grad": "gradient", "param": "parameters", "state": "optimizer state"}
-PASSED_ON = "which workers sum up one after the other"
 
 Collectives = Mapping[Verb, Callable[[Tensor], None]]
 
@@ -132,7 +131,8 @@ class FiniteGuard:
         if transfer.verb == "exchange":
             does, where = "exchanged", f"as {what}, with the partner of this round"
         elif transfer.ranks is not None:
-            does, where = "sent", f"to {what}, {PASSED_ON}"
+            self._refuse(_passed_on(culprits, what))
+            return
         elif all(map(is_finite, tensors)):
             return
         else:
@@ -144,7 +144,7 @@ class FiniteGuard:
         its part. It was finite when it was received."""
         if self.active and not all(map(is_finite, tensors)):
             what = f"the gradient of bucket {self._names(run)} in iteration {iteration}"
-            self._refuse(_error([self._rank], "sent", f"to {what}, {PASSED_ON}"))
+            self._refuse(_passed_on([self._rank], what))
 
     # ---- messages with culprits, until their results are used -------------------------------
 
@@ -168,13 +168,22 @@ def require_finite_replicas(culprits: Sequence[int]) -> None:
         raise _error(culprits, "held", "as parameters, so no average of all replicas is finite")
 
 
-def _error(culprits: Sequence[int], does: str, where: str) -> RuntimeError:
+def _passed_on(culprits: Sequence[int], what: str) -> RuntimeError:
+    where = f"to {what}, which workers sum up one after the other"
+    return _error(culprits, "sent", where, "lower the learning rate")
+
+
+def _error(
+    culprits: Sequence[int],
+    does: str,
+    where: str,
+    remedy: str = "lower the learning rate or clip gradients",
+) -> RuntimeError:
     names = ", ".join(map(str, culprits))
     who = f"rank{'s' if len(culprits) > 1 else ''} {names}"
     return RuntimeError(
         f"{who if culprits else 'the sum over ranks overflowed: no rank'} {does} values that are "
-        f"not finite (NaN or infinity) {where}; lower the learning rate or clip gradients, and "
-        "start from the last checkpoint"
+        f"not finite (NaN or infinity) {where}; {remedy}, and start from the last checkpoint"
     )
 
 

@@ -199,12 +199,13 @@ class TensorActions:
     # ---- messages ---------------------------------------------------------------------------
 
     def complete(self, message: Message) -> None:
-        """Wait for a message and store its result."""
+        """Wait for a message and store its result, if that has not been done."""
         self._waiting.wait(message, self._flat)
         if message.fate is Fate.REPEATS:
             self._repeat(message)
         if message.fate is not Fate.SKIPPED and message.contents is not None:
             message.contents.put(message)
+            message.contents = None
             if message.transfer.target == "param":
                 self._flat.copy_out(message.transfer.payload.buckets)
 

@@ -179,17 +179,18 @@ class Control(Reports):
         with suppress(AttributeError):
             del self.group
 
-    def gather(self, value: Any) -> list[Any]:
+    def gather(self, value: Any, activity: str = "exchanging values") -> list[Any]:
         """Return every rank's value, by rank. Equal values are one object.
 
         Args:
             value: value of types that JSON supports, or tuples.
+            activity: what ranks are doing that wait for others.
 
         Raises:
             RuntimeError: names the missing ranks after a timeout.
             ValueError: on every rank, if a value has another type.
         """
-        with self.collective("exchanging values"):
+        with self.collective(activity):
             return self.run_checked(lambda: packed.gather(value, self.group))
 
     def share_first(self, value: Any) -> Any:
@@ -203,8 +204,7 @@ class Control(Reports):
             numbers: numbers of this rank.
             groups: ranks to compare with each other, in groups; () for all ranks.
         """
-        with self.collective("comparing values"):
-            everyone = self.run_checked(lambda: packed.gather([*numbers], self.group))
+        everyone = self.gather([*numbers], "comparing values")
         together = groups or [range(self.world_size)]
         return all(everyone[rank] == everyone[own[0]] for own in together for rank in own)
 

@@ -61,7 +61,7 @@ class Message:
     transfer: Transfer
     iteration: int
     order: int
-    contents: Contents | None = None  # None: the sender keeps the tensors
+    contents: Contents | None = None  # None: nothing is to be stored, or no longer
     fate: Fate = Fate.QUEUED
     tensors: Sequence[Tensor] = ()
     errors: Sequence[Tensor] = ()  # encoding errors, to be stored with the result
