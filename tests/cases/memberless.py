@@ -54,7 +54,7 @@ def _costs_of(strategy: Strategy) -> Costs:
             optimizer.step()
         links, program = session._cluster.links.values(), Program(session.plan)
         return Costs(
-            session.engine.run.actions.is_staged,
+            session.engine.run.actions.storage.staged,
             any(link.keeps_last for link in links),
             signal.getsignal(signal.SIGTERM) != signal.SIG_DFL,
             sorted(name for name in sys.modules if name.startswith("offbeat.membership")),

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import offbeat
 from cases.matrix import references
-from cases.merging import Merging
-from offbeat import A2CiD2, Cyclic, DeFT, DreamDDP, LocalSGD, Planned, SelSync, Strategy
+from offbeat import A2CiD2, Cyclic, DeFT, DreamDDP, LocalSGD, Plan, Planned, SelSync, Strategy
 from offbeat.core.runtime.prepared import Model, Optimizer
 from offbeat.profile import Bucket, Link, Profile
 
@@ -38,8 +37,26 @@ STRATEGIES: dict[str, Strategy] = {
     "Cyclic": Cyclic(),
 }
 
-# Its windows do not depend on measured times, as those of DeFT do.
-ON_MEASURED: dict[str, Strategy] = {"DeFT": Merging()}
+
+@dataclass(frozen=True)
+class Untimed(DeFT):
+    """DeFT whose windows do not depend on measured times."""
+
+    def schedule(self, profile: Profile) -> Plan:
+        buckets = [
+            replace(bucket, forward_s=0.5, backward_s=1.0, communication_s={})
+            for bucket in profile.buckets
+        ]
+        links = (link_of(profile.default_link.name, buckets),)
+        made = {"links": links, "contention": (), "noise": None, "update_s": 0.1}
+        return super().schedule(replace(profile, buckets=tuple(buckets), **made))
+
+
+def link_of(name: str, buckets: Sequence[Bucket]) -> Link:
+    return Link(name, 0.1, sum(b.size_bytes for b in buckets) / (1.5 * len(buckets)))
+
+
+ON_MEASURED: dict[str, Strategy] = {"DeFT": Untimed()}
 
 
 @dataclass
@@ -191,6 +208,5 @@ def profile_of(model: nn.Module) -> Profile:
                     tensors=(*mine, *floats),
                 )
             )
-    total = sum(bucket.size_bytes for bucket in buckets)
-    links = (Link("net", 0.1, total / (1.5 * len(buckets))),)
+    links = (link_of("net", buckets),)
     return Profile(tuple(buckets), links, dist.get_world_size(), update_s=0.1)

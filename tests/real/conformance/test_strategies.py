@@ -378,7 +378,7 @@ def test_trials_of_an_optimizer_leave_random_states() -> None:
 
 # They have all rules that are not of a method.
 ALIASED = [
-    settings_of("deft", 2),
+    settings_of("deft", 0),
     settings_of("diloco", 2),
     settings_of("dreamddp", 6),
     settings_of("dreamddp", 7),
