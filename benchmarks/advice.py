@@ -29,7 +29,8 @@ from typing import Any
 
 import tables
 
-from offbeat.experiments.advice import Option, advise, predict_option
+from offbeat.experiments.advice.options import Option, predict_option
+from offbeat.experiments.advice.selection import advise
 from offbeat.profile import Bucket, CodecSpeed, Link, Profile
 from offbeat.strategies import (
     WFBP,

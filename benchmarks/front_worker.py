@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 import offbeat
 from offbeat.core.runtime.prepared import Model
 from offbeat.core.strategy.parsing import parse, text_of
-from offbeat.experiments.advice import advise
+from offbeat.experiments.advice.selection import advise
 from offbeat.lab.emulate import EmulatedModel
 from offbeat.profile import Bucket, Profile
 

@@ -46,7 +46,7 @@ from targets import measured
 from tasks import GPT, Batch
 
 import offbeat
-from offbeat.experiments.advice.other_networks import Network, on_networks
+from offbeat.experiments.advice.other_networks import described_link, on_links
 from offbeat.experiments.compare import compare
 from offbeat.experiments.comparison import Comparison, Contestant, Setup
 from offbeat.experiments.record.run_directory import load
@@ -104,7 +104,9 @@ def gpt_loss(model: Any, batch: Batch) -> Any:
 def rehearsed_speed(options: argparse.Namespace) -> dict[str, Any]:
     """Seconds of the rehearsal of each strategy, and their curves."""
     here = Profile.from_dict(measured(GPT))
-    profile = on_networks(here, options.replicas, [Network("net", 1e6 * options.rate)])
+    profile = on_links(
+        here, options.replicas, [described_link("net", options.replicas, 1e6 * options.rate)]
+    )
     names = options.strategies.split(",")
     began_s = time.perf_counter()
     # Processes are spawned, because threads of OpenMP do not survive a fork.

@@ -24,11 +24,12 @@ from tables import save
 
 from offbeat.cli import app, texts
 from offbeat.cli.entry import mark_script
-from offbeat.experiments.advice import MAX_STALENESS
 from offbeat.experiments.advice.methods import ESTIMATED
-from offbeat.experiments.advice.other_networks import Network, on_networks
+from offbeat.experiments.advice.other_networks import described_link, on_links
 from offbeat.experiments.advice.question import Answer, Question, answer
-from offbeat.experiments.advice.verdict_text import least_rate, rate
+from offbeat.experiments.advice.selection import MAX_STALENESS
+from offbeat.experiments.advice.verdict import rate
+from offbeat.experiments.advice.verdict_text import least_rate
 from offbeat.experiments.advice.work import Work
 from offbeat.plan import Payload
 from offbeat.profile import Bucket, Link, Profile
@@ -247,11 +248,8 @@ WINDOWS = {1: 1.0, 8: 17 / 140}  # averages per iteration in the window
 def all_reduce_rows() -> Iterator[list[Any]]:
     one = Profile((Bucket("b", 0.1, 0.2, 4),), (Link("net", 0.0, 1e12),), 1)
     for size, delay_s, rate_bps, ranks, measured_s in ALL_REDUCES:
-        there = on_networks(
-            replace(one, buckets=(Bucket("b", 0.1, 0.2, size),)),
-            ranks,
-            [Network("net", rate_bps, delay_s)],
-        )
+        message = replace(one, buckets=(Bucket("b", 0.1, 0.2, size),))
+        there = on_links(message, ranks, [described_link("net", ranks, rate_bps, delay_s)])
         estimated_s = there.message_s(Payload("grad", range(1)), "net")
         yield [
             f"{size >> 20} MiB, {ranks} machines, {rate(rate_bps)}, {1e3 * delay_s:g} ms",
@@ -265,7 +263,7 @@ def training_rows() -> Iterator[list[Any]]:
     layers = [(f"layer.{i}", MEASURED_PARAMETERS // 8) for i in range(8)]
     one = profile_of(layers, MEASURED_COMPUTE_S, 4, ADAM_BYTES)
     for mbps, *measured in TRAINING:
-        there = on_networks(one, 4, [Network("net", 1e6 * mbps)])
+        there = on_links(one, 4, [described_link("net", 4, 1e6 * mbps)])
         message_s = predict(LocalSGD(1), there).iteration_s - MEASURED_COMPUTE_S
         methods = (
             (LocalSGD(1), 1),

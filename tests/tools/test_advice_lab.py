@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 from cases.scripts import benchmark
 
-from offbeat.experiments.advice import advise
+from offbeat.experiments.advice.selection import advise
 
 advice_lab = benchmark("advice_lab")
 

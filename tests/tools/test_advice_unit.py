@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import replace
 from itertools import pairwise
 from random import Random
@@ -13,13 +14,12 @@ from offbeat.core.strategy.registry import strategy_names
 from offbeat.experiments.advice import methods as making
 from offbeat.experiments.advice import needs
 from offbeat.experiments.advice.other_networks import (
-    Network,
-    on_networks,
+    described_link,
     with_slower_links,
     with_smaller_messages,
 )
 from offbeat.experiments.advice.place import Place, place_of, place_on_cluster
-from offbeat.experiments.advice.question import Question
+from offbeat.experiments.advice.question import Question, answer
 from offbeat.experiments.advice.sharded import hsdp, zero3
 from offbeat.experiments.advice.work import Work
 from offbeat.lab import Cluster
@@ -185,12 +185,11 @@ def test_estimated_messages_take_as_long_as_measured_ones():
     for ranks, delay_s, measured_s in (
         *((2, 0.02, 0.083), (4, 0.02, 0.2454), (2, 0.05, 0.203), (4, 0.05, 0.6057)),
     ):
-        link = on_networks(profile_of(), ranks, [Network("net", 1e8, delay_s)]).default_link
+        link = described_link("net", ranks, 1e8, delay_s)
         found_s = link.latency_s + 65536 / link.bytes_per_s
         assert found_s == pytest.approx(measured_s, rel=0.06)
     for connections, measured_s in ((1, 2.8948), (4, 1.1717)):
-        network = Network("net", 1e8, 0.02, 0.001, connections)
-        link = on_networks(profile_of(), 2, [network]).default_link
+        link = described_link("net", 2, 1e8, 0.02, 0.001, connections)
         assert link.latency_s + 2**22 / link.bytes_per_s == pytest.approx(measured_s, rel=0.3)
 
 
@@ -241,6 +240,12 @@ def test_places_of_cluster_files():
             place_on_cluster(profile_of(ranks=1), Cluster.from_toml(wrong))
 
 
+def test_the_launch_command_runs_the_given_script():
+    question = Question(Work.of(), devices=2, script=("t.py", "--lr", "0.1 0.2"))
+    launch = answer(question, profile_of(layers=2), None).launch
+    assert shlex.split(launch)[-3:] == ["t.py", "--lr", "0.1 0.2"]
+
+
 # --- needs ---------------------------------------------------------------------------------------
 
 
@@ -248,7 +253,7 @@ def test_places_of_cluster_files():
 def test_needed_rates_are_those_of_a_scan(strategy):
     place = Place(profile_of())
     method = making.of_strategy(strategy, place)
-    found = needs.rates_of(method.seconds_at, place, now_s=method.iteration_s)
+    found = needs.rates_of(method, place)
     needed_s = place.profile.compute_s
     grid = [place.rate_bps * 1.02**i for i in range(-150, 250)]
     shares = [needed_s / method.seconds_at(place.at_rate(rate_bps)) for rate_bps in grid]
@@ -264,10 +269,10 @@ def test_a_needed_rate_lies_above_all_rates_that_fail():
     def share_at(rate_bps):
         return 0.3 if 4e8 < rate_bps < 6e8 else rate_bps / (rate_bps + 1e8)
 
-    found = needs.rates_for(share_at, (0.5, 0.95), known={5e8: 0.3})
+    found = needs.rates_for(share_at, (0.5, 0.95), {5e8: 0.3})
     assert 6e8 <= found[0.5] <= 6e8 * needs.TOLERANCE
     assert found[0.95] == pytest.approx(1.9e9, rel=0.05)
-    assert needs.rates_for(lambda _: 0.4, (0.5,), known={1e6: 0.4}) == {0.5: None}
+    assert needs.rates_for(lambda _: 0.4, (0.5,), {1e6: 0.4}) == {0.5: None}
 
 
 @pytest.mark.parametrize("latency_s", [1e-3, 0.03, 0.2])

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from offbeat.cli import entry as cli
-from offbeat.experiments.advice import CHANGES
+from offbeat.experiments.advice.options import CHANGES
 from offbeat.profile import Bucket, Link, Profile
 
 TRAINING_BYTES = 4  # parameters, gradients and two moments, in sizes of the model

@@ -16,8 +16,8 @@ from offbeat.cli.output import FAILED, INTERRUPTED, exit_code
 from offbeat.core.profile import Profile
 from offbeat.core.strategy.interface import require_choice
 from offbeat.core.strategy.parsing import pairs, parse_value, text_of
-from offbeat.experiments.advice import advise
 from offbeat.experiments.advice.question import Answer, Question, answer
+from offbeat.experiments.advice.selection import advise
 from offbeat.experiments.advice.verdict import predict_methods
 
 if TYPE_CHECKING:

@@ -32,7 +32,7 @@ from offbeat.core.guards.script_usage import strategy_that_runs
 from offbeat.core.profile import Profile
 from offbeat.core.strategy.interface import Strategy, planned
 from offbeat.core.strategy.parsing import text_of
-from offbeat.experiments.advice import MAX_STALENESS
+from offbeat.experiments.advice.selection import MAX_STALENESS
 from offbeat.strategies import find, strategy_names
 
 if TYPE_CHECKING:  # imported only by the commands that need them

@@ -6,8 +6,9 @@ Differences in rate, number of ranks and pace are computed. Other differences ar
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from statistics import fmean
 from typing import Any, Literal
 
 from offbeat.core.measuring.processors import processors
@@ -82,11 +83,47 @@ def replicas_of(cluster: Cluster, ranks: int) -> int:
     return ranks if cluster.ranks is None else cluster.host_of(ranks - 1) + 1
 
 
+@dataclass(frozen=True)
+class Hosts:
+    """What a cluster description states of the replicas that train on its hosts.
+
+    Attributes:
+        ways: the slowest way of each link, the default link first.
+        sizes: numbers of ranks of a replica on the hosts, in ascending order.
+        speeds: relative speed of each replica's host.
+        jitters: jitter of each replica's host.
+    """
+
+    ways: Mapping[str, Way]
+    sizes: tuple[int, ...]
+    speeds: tuple[float, ...]
+    jitters: tuple[float, ...]
+
+    @classmethod
+    def of(cls, cluster: Cluster, ranks: int) -> Hosts:
+        """Return what a cluster states of its first `ranks` ranks."""
+        replicas = range(replicas_of(cluster, ranks))
+        of_replica = [r if cluster.ranks else cluster.host_of(r) for r in replicas]
+        hosts = range(cluster.host_of(ranks - 1) + 1)
+        sizes = {cluster.ranks_of(host) if cluster.ranks else 1 for host in range(cluster.hosts)}
+        return cls(
+            {link.name: worst_way(cluster, hosts, link.name) for link in cluster.links},
+            tuple(sorted(sizes)),
+            tuple(map(cluster.speed_of, of_replica)),
+            tuple(map(cluster.jitter_of, of_replica)),
+        )
+
+
 def with_network(profile: Profile, cluster: Cluster, ranks: int) -> Profile:
     """Return the profile with the configured rate, delay and loss of each link."""
-    hosts = range(cluster.host_of(ranks - 1) + 1)
+    ways = Hosts.of(cluster, ranks).ways
+    return replace(profile, links=tuple(_with_way(link, ways[link.name]) for link in profile.links))
+
+
+def _with_way(link: Link, way: Way) -> Link:
+    way = Way(None, 0.0, 0.0) if way.rate_bps is None else way
     return replace(
-        profile, links=tuple(_with_way(x, worst_way(cluster, hosts, x.name)) for x in profile.links)
+        link, asked_rate_bps=way.rate_bps, asked_latency_s=way.latency_s, asked_loss=way.loss
     )
 
 
@@ -107,15 +144,14 @@ def compute_for(
         ValueError: links, delay, loss, host speeds or pace differ in a way that no formula covers.
     """
     quantities: list[tuple[str, str, str]] = []
-    _require_nodes(profile, cluster, file)
+    here = Hosts.of(cluster, ranks)
+    _require_same("ranks per replica", here.sizes, sorted({*profile.topology}) or [1], file)
     if shaped:
-        _require_links(profile, cluster, file)
+        _require_same("links", here.ways, [link.name for link in profile.links], file)
     rates: dict[str, float] = {}
-    hosts, all_ranks = range(cluster.host_of(ranks - 1) + 1), ranks
-    ranks = replicas_of(cluster, ranks)
-    ways = {link.name: worst_way(cluster, hosts, link.name) for link in cluster.links}
+    all_ranks, ranks = ranks, len(here.speeds)
     for link in profile.links if shaped and min(ranks, profile.world_size) > 1 else ():
-        way = ways[link.name]
+        way = here.ways[link.name]
         _require_delay(link, way, profile.world_size, file)
         known = link.asked_rate_bps is not None
         measured_bps = network_rate_bps(link, profile.world_size)
@@ -142,8 +178,10 @@ def compute_for(
     made = extrapolate(profile, hosts=ranks, rate_bps=rates or None)
     if shaped:
         made = with_network(made, cluster, all_ranks)
-    made = _with_pace(made, before, cluster, pace, file, quantities)
-    _require_speeds(made, cluster, file)
+    made = _with_pace(made, ranks / before, here, pace, file)
+    if made.pace != profile.pace and not isinstance(pace, (int, float)):
+        quantities.append(("pace", f"{profile.pace:g}", f"{made.pace:g}"))
+    _require_speeds(made, here, file)
     crowded = shaped and not made.pace and all_ranks > processors()
     return ConvertedProfile(made, tuple(quantities), shaped, all_ranks if crowded else 0, file)
 
@@ -185,9 +223,8 @@ def ranks_on(cluster: Cluster, replicas: int, *, served: Iterable[int] = ()) -> 
             {host: bps(host, link) or math.inf for host in (*of_rank, *served)}
             for bps in (cluster.uplink_bps, cluster.rate_bps)
         )
-        if math.inf in {*up.values(), *down.values()} or {*up.values(), *down.values()} == {
-            worst_bps
-        }:
+        rates = {*up.values(), *down.values()}
+        if math.inf in rates or rates == {worst_bps}:
             continue
         sent[link] = tuple(up[host] / worst_bps for host in of_rank)
         received[link] = tuple(down[host] / worst_bps for host in of_rank)
@@ -198,36 +235,19 @@ def ranks_on(cluster: Cluster, replicas: int, *, served: Iterable[int] = ()) -> 
     return Ranks(link_rates=sent, receive_rates=received, server_rates=servers)
 
 
-def _with_way(link: Link, way: Way) -> Link:
-    if way.rate_bps is None:
-        return replace(link, asked_rate_bps=None, asked_latency_s=0.0, asked_loss=0.0)
-    return replace(
-        link,
-        asked_rate_bps=way.rate_bps,
-        asked_latency_s=way.latency_s,
-        asked_loss=way.loss,
-    )
-
-
-def _require_links(profile: Profile, cluster: Cluster, file: str) -> None:
-    names, here = ([link.name for link in links] for links in (profile.links, cluster.links))
-    if names != here:
-        raise ValueError(
-            f"links ({', '.join(names)}) of {file} must be the cluster's ({', '.join(here)}); "
-            "rename the links of the cluster, or measure the profile again with `offbeat profile`"
+def _require_same(what: str, here: Iterable[Any], was: Iterable[Any], file: str) -> None:
+    """Raise ValueError if values of the cluster differ from those of the profile."""
+    here, was = list(here), list(was)
+    pairs = zip(here, was, strict=False)
+    same = (a == b or (isinstance(a, float) and _ratio(a, b) <= EXACT) for a, b in pairs)
+    if len(here) != len(was) or not all(same):
+        one, other = (
+            ", ".join(f"{v:.4g}" if isinstance(v, float) else str(v) for v in values)
+            for values in (here, was)
         )
-
-
-def _require_nodes(profile: Profile, cluster: Cluster, file: str) -> None:
-    """Raise ValueError if replicas of the profile have other numbers of ranks than the hosts."""
-    sizes = {cluster.ranks_of(host) for host in range(cluster.hosts)} if cluster.ranks else {1}
-    if sizes == {1}:
-        sizes = set()
-    if set(profile.topology) != sizes:
-        was, here = sorted(profile.topology and {*profile.topology}), sorted(sizes)
         raise ValueError(
-            f"ranks per replica ({was or 1}) of {file} must be those of the cluster's hosts "
-            f"({here or 1}); measure the profile again with `offbeat profile`"
+            f"{what} ({one}) must be as in {file} ({other}); change the cluster, or measure the "
+            "profile again with `offbeat profile`"
         )
 
 
@@ -237,82 +257,49 @@ def _require_delay(link: Link, way: Way, ranks: int, file: str) -> None:
     If the profile does not record them, its message latency must be at least N - 1 one-way delays,
     half of the delays of a ring all-reduce of N ranks.
     """
-    again = "measure the profile again with `offbeat profile`"
     if link.asked_rate_bps is None:
         least_s = (ranks - 1) * way.latency_s
         if link.latency_s < least_s:
             raise ValueError(
                 f"latency_s ({link.latency_s:.4g}) of link {link.name!r} of {file} must be at "
                 f"least {least_s:.4g} s with a delay of {format_time(way.latency_s)} each way; "
-                f"{again}"
+                "measure the profile again with `offbeat profile`"
             )
         return
-    for name, was, here in (
-        ("latency", link.asked_latency_s, way.latency_s),
-        ("loss", link.asked_loss, way.loss),
-    ):
-        if not math.isclose(was, here, rel_tol=EXACT - 1):
-            raise ValueError(
-                f"{name} of link {link.name!r} ({here:g}) must be that of {file} ({was:g}); {again}"
-            )
+    _require_same(f"latency of link {link.name!r}", [way.latency_s], [link.asked_latency_s], file)
+    _require_same(f"loss of link {link.name!r}", [way.loss], [link.asked_loss], file)
 
 
-def _with_pace(
-    profile: Profile,
-    before: int,
-    cluster: Cluster,
-    pace: Pace,
-    file: str,
-    quantities: list[tuple[str, str, str]],
-) -> Profile:
-    """Return the profile at the pace of the run. More ranks than profiled raise the pace."""
+def _with_pace(profile: Profile, more: float, here: Hosts, pace: Pace, file: str) -> Profile:
+    """Return the profile at the pace of the run. `more` times as many ranks as profiled raise the
+    pace."""
     if isinstance(pace, (int, float)):
-        if profile.pace:
-            return profile.with_pace(pace)
-        return profile.with_pace(pace, *_host_speeds(profile, cluster))
+        return profile.with_pace(pace, *(() if profile.pace else (here.speeds, here.jitters)))
     if (pace == "auto" and not profile.pace) or (pace == "none" and profile.pace):
         raise ValueError(
             f"pace ({pace}) must be that of {file} ({profile.pace:g}; 0 is none); leave --pace "
             "out, or measure a profile with it"
         )
-    more = profile.world_size / before
     if more <= 1 or not profile.pace:
         return profile
-    slower = math.ceil(10 * profile.pace * more) / 10
-    quantities.append(("pace", f"{profile.pace:g}", f"{slower:g}"))
-    return profile.with_pace(slower)
+    return profile.with_pace(math.ceil(10 * profile.pace * more) / 10)
 
 
-def _require_speeds(profile: Profile, cluster: Cluster, file: str) -> None:
+def _require_speeds(profile: Profile, here: Hosts, file: str) -> None:
     """Raise ValueError if speeds or jitters of a paced profile differ from the cluster's, or if the
     cluster has them and the profile has no pace."""
-    speeds, jitters = _host_speeds(profile, cluster)
     if not profile.pace:
-        if any(jitters) or any(speed != 1 for speed in speeds):
+        if any(here.jitters) or {*here.speeds} != {1.0}:
             raise ValueError(
                 f"speed and jitter of the cluster's hosts need a pace, and {file} has none; add "
                 "--pace K, or leave the profile out"
             )
         return
-    times = [1 / speed for speed in speeds]
-    scale = [time * len(times) / sum(times) for time in times]
-    for name, was, here in (
-        ("speeds", profile.rank_scale or (1.0,) * len(scale), scale),
-        ("jitters", profile.jitters, jitters),
-    ):
-        if any(not math.isclose(a, b, rel_tol=1e-6) for a, b in zip(was, here, strict=True)):
-            raise ValueError(
-                f"{name} of the cluster's hosts must be those of {file}; measure the profile again "
-                "with `offbeat profile`"
-            )
-
-
-def _host_speeds(profile: Profile, cluster: Cluster) -> tuple[list[float], list[float]]:
-    """Return speed and jitter of the host of each replica."""
-    replicas = range(profile.world_size)
-    hosts = [cluster.host_of(r) if cluster.ranks is None else r for r in replicas]
-    return [*map(cluster.speed_of, hosts)], [*map(cluster.jitter_of, hosts)]
+    mean = fmean(1 / speed for speed in here.speeds)
+    scale = [1 / speed / mean for speed in here.speeds]
+    _require_same("compute times by speed of the hosts", scale, profile.scale_of_ranks, file)
+    _require_same("jitter of the hosts", here.jitters, profile.jitters, file)
 
 
 def _ratio(one: float, other: float) -> float:
-    return max(one / other, other / one)
+    return max(one, other) / min(one, other) if one and other else math.inf

@@ -10,10 +10,10 @@ The uncertainty of equations extends from all messages hidden to none.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 from offbeat.core.derive.lean import leaves_gradients
 from offbeat.core.guards.script_usage import strategy_that_runs
@@ -49,10 +49,6 @@ class Method:
 
     Attributes:
         label: text of the strategy, or name of a method of other libraries.
-        strategy: strategy of the registry; None for a method of other libraries.
-        change: kind of change of the mathematics against DDP.
-        changes: phrase for this change.
-        staleness: largest number of iterations until a gradient has reached all machines.
         machines: number of machines.
         batches: batches per iteration, in those of one machine alone.
         iteration_s: seconds per iteration.
@@ -61,18 +57,17 @@ class Method:
         sent_bytes: payload bytes that a machine sends per iteration.
         memory: memory on a device. Devices of a machine each hold the whole replica, except under
             HSDP and ZeRO-3.
+        seconds_at: seconds per iteration in a place, planned anew there.
+        strategy: strategy of the registry; None for a method of other libraries.
+        change: kind of change of the mathematics against DDP.
+        changes: phrase for this change.
+        staleness: largest number of iterations until a gradient has reached all machines.
         sharded_memory: memory on a device if `fully_shard` divides the replica inside a machine;
             None if the method does not allow it.
-        bound_at: lower bound of `seconds_at`, which needs no plan; None if there is none.
         basis: origin of the prediction.
-        seconds_at: seconds per iteration in a place, planned anew there.
     """
 
     label: str
-    strategy: Strategy | None
-    change: Change
-    changes: str
-    staleness: int
     machines: int
     batches: float
     iteration_s: float
@@ -80,10 +75,13 @@ class Method:
     high_s: float
     sent_bytes: float
     memory: Memory
-    basis: Basis
     seconds_at: SecondsAt = field(repr=False, compare=False)
+    strategy: Strategy | None = None
+    change: Change = CHANGES[0]
+    changes: str = "same numbers as DDP"
+    staleness: int = 0
     sharded_memory: Memory | None = None
-    bound_at: SecondsAt | None = field(default=None, repr=False, compare=False)
+    basis: Basis = "simulated"
 
     @property
     def same_numbers(self) -> bool:
@@ -95,12 +93,6 @@ class Method:
         """Return the seconds per batch of one machine alone."""
         return self.iteration_s / self.batches
 
-    @property
-    def uncertainty(self) -> float:
-        """Return the larger relative distance of `low_s` and `high_s` from `iteration_s`."""
-        most = max(self.high_s - self.iteration_s, self.iteration_s - self.low_s)
-        return most / self.iteration_s if self.iteration_s else 0.0
-
 
 def message_errors(place: Place) -> tuple[float, float]:
     """Return the least and the greatest message time relative to the one in the profile."""
@@ -111,30 +103,42 @@ def message_errors(place: Place) -> tuple[float, float]:
     return 1 - error, 1 + error
 
 
+def _at_errors(place: Place) -> Iterator[Place]:
+    """Yield the place with the least and with the greatest message times."""
+    for times in message_errors(place):
+        yield replace(place, profile=with_slower_links(place.profile, times))
+
+
+def _method(
+    place: Place, label: str, iteration_s: float, others_s: Iterable[float], **facts: Any
+) -> Method:
+    """Return a method whose iteration takes `others_s` if messages take other times."""
+    times_s = (iteration_s, *others_s)
+    low_s, high_s = min(times_s) * (1 - MODEL_ERROR), max(times_s) * (1 + MODEL_ERROR)
+    facts = {"machines": place.machines, "batches": place.batches, **facts}
+    return Method(label, iteration_s=iteration_s, low_s=low_s, high_s=high_s, **facts)
+
+
 def of_option(option: Option, place: Place) -> Method:
     """Return the method of a simulated option."""
-    method = _simulated_method(
-        text_of(option.strategy),
-        option.strategy,
-        partial(_planned_seconds, option.strategy, option.plan),
+    strategy, plan = option.strategy, option.plan
+    kept = replace(plan, bound_s=None)  # its bound is that of this profile
+    memory = strategy.memory(place.profile, plan)
+    divided = place.devices > 1 and is_shardable(strategy, plan)
+    return _method(
         place,
-        place.profile,
-        iteration_s=option.iteration_s,
+        text_of(strategy),
+        option.iteration_s,
+        [predict(strategy, there.profile, ran=kept).iteration_s for there in _at_errors(place)],
+        sent_bytes=option.bytes,
+        memory=memory,
+        seconds_at=partial(_strategy_seconds, strategy),
+        strategy=strategy,
         change=option.change,
         changes=describe_change(option),
         staleness=option.staleness,
-        sent_bytes=option.bytes,
-        memory=option.strategy.memory(place.profile, option.plan),
-        seconds_at=partial(_strategy_seconds, option.strategy),
-        is_shardable=is_shardable(option.strategy, option.plan),
+        sharded_memory=_on_devices(memory, place.devices) if divided else None,
     )
-    return replace(method, bound_at=partial(_strategy_bound_s, option.strategy))
-
-
-def _planned_seconds(strategy: Strategy, plan: Plan, profile: Profile) -> float:
-    """Return the seconds per iteration of a plan that is not made anew for the profile."""
-    ran = replace(plan, bound_s=None)  # its bound is that of another profile
-    return predict(strategy, profile, ran=ran).iteration_s
 
 
 def is_shardable(strategy: Strategy, plan: Plan) -> bool:
@@ -154,43 +158,32 @@ def of_strategy(strategy: Strategy, place: Place) -> Method | None:
     has_plan = type(strategy).open is Planned.open
     if place.devices > 1 and not (has_plan or strategy.needs.nodes):
         return None
-    served = SERVERS if strategy.needs.servers else 0
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             strategy = strategy_that_runs(strategy, place.profile)
-            prediction = _predict(strategy, place, place.profile)
+            prediction = _predict(strategy, place)
         except ValueError:
             return None
     if prediction.plan is not None:
         if prediction.plan.strategy != strategy.name:
             return None
         return of_option(option_of(strategy, prediction.plan, prediction), place)
-    low, high = message_errors(place)
-    times_s = [
-        _predict(strategy, place, with_slower_links(place.profile, times)).iteration_s
-        for times in (low, high)
-    ]
     change: Change = "late" if strategy.applies_late else "averaged"
-    if strategy.synchronous:
-        change = CHANGES[0]
     clocks, iterations = getattr(strategy, "s", 0), getattr(strategy, "accumulate", 1)
-    return Method(
+    return _method(
+        place,
         text_of(strategy),
-        strategy,
-        change,
-        strategy.describe_change(None) or "same numbers as DDP",
-        (clocks + 1) * iterations - 1,
-        place.machines + served,
-        place.batches,
         prediction.iteration_s,
-        min(*times_s, prediction.iteration_s) * (1 - MODEL_ERROR),
-        max(*times_s, prediction.iteration_s) * (1 + MODEL_ERROR),
-        sum(prediction.bytes_per_iteration.values()),
-        strategy.memory(place.profile),
-        "simulated",
-        partial(_strategy_seconds, strategy),
-        bound_at=partial(_strategy_bound_s, strategy),
+        [_predict(strategy, there).iteration_s for there in _at_errors(place)],
+        machines=place.machines + (SERVERS if strategy.needs.servers else 0),
+        sent_bytes=sum(prediction.bytes_per_iteration.values()),
+        memory=strategy.memory(place.profile),
+        seconds_at=partial(_strategy_seconds, strategy),
+        strategy=strategy,
+        change=CHANGES[0] if strategy.synchronous else change,
+        changes=strategy.describe_change(None) or "same numbers as DDP",
+        staleness=(clocks + 1) * iterations - 1,
     )
 
 
@@ -198,18 +191,14 @@ def _strategy_seconds(strategy: Strategy, place: Place) -> float:
     with warnings.catch_warnings():  # of strategies that fall back to others
         warnings.simplefilter("ignore")
         strategy = strategy_that_runs(strategy, place.profile)
-        return _predict(strategy, place, place.profile).iteration_s
+        return _predict(strategy, place).iteration_s
 
 
-def _strategy_bound_s(strategy: Strategy, place: Place) -> float:
-    return strategy.bound_s(strategy.costed(place.profile))
-
-
-def _predict(strategy: Strategy, place: Place, profile: Profile) -> Prediction:
+def _predict(strategy: Strategy, place: Place) -> Prediction:
     """Predict a strategy. Rates of single machines count only without a plan: a collective runs at
     the rate of the profile."""
     ranks = None if isinstance(strategy, Planned) else place.ranks
-    return predict(strategy, profile, servers=SERVERS, ranks=ranks)
+    return predict(strategy, place.profile, servers=SERVERS, ranks=ranks)
 
 
 def default_methods(place: Place) -> Iterator[Method]:
@@ -235,67 +224,78 @@ def outsiders(place: Place) -> Iterator[Method]:
 
 def one_machine(place: Place) -> Method:
     """Return the method that leaves all but the fastest machine unused."""
-    seconds, memory = place.fastest_machine.compute_s, held_memory(place.profile)
-    return Method(
+    memory = held_memory(place.profile)
+    return _method(
+        place,
         ALONE,
-        None,
-        "same numbers",
-        "the batch of one machine",
-        0,
-        1,
-        1,
-        seconds,
-        seconds * (1 - MODEL_ERROR),
-        seconds * (1 + MODEL_ERROR),
-        0.0,
-        memory,
-        "equations",
-        lambda there: there.fastest_machine.compute_s,
-        _on_devices(memory, place.devices) if place.devices > 1 else None,
+        place.fastest_machine.compute_s,
+        (),
+        machines=1,
+        batches=1,
+        sent_bytes=0.0,
+        memory=memory,
+        seconds_at=lambda there: there.fastest_machine.compute_s,
+        changes="the batch of one machine",
+        sharded_memory=_on_devices(memory, place.devices) if place.devices > 1 else None,
+        basis="equations",
     )
+
+
+@dataclass(frozen=True)
+class _TorchDDP:
+    """torch's DDP, which averages over all ranks at once.
+
+    Attributes:
+        count: batches per update. torch's `no_sync` leaves out the messages of all but the last.
+        share: bytes of its messages relative to those of the gradients.
+    """
+
+    count: int = 1
+    share: float = 1.0
+
+    def predict(self, plan: Plan, profile: Profile) -> Prediction:
+        """Return the prediction of a plan of DDP on a profile."""
+        if self.share != 1:
+            profile = with_smaller_messages(profile, self.share)
+        return predict_plan(
+            accumulating_plan(plan, self.count) if self.count > 1 else plan,
+            with_replica_per_rank(profile),
+        )
+
+    def seconds_at(self, place: Place) -> float:
+        """Return the seconds per iteration in a place."""
+        plan = planned(create(BASELINE)).plan(place.profile)
+        return self.predict(plan, place.profile).iteration_s
+
+    def method(self, place: Place, name: str, change: Change, changes: str) -> Method:
+        """Return the method."""
+        profile, strategy = place.profile, planned(create(BASELINE))
+        plan = strategy.plan(profile)
+        found, memory = self.predict(plan, profile), strategy.memory(profile, plan)
+        cast_bytes = self.share * memory.gradients_bytes if self.share != 1 else 0
+        return _method(
+            place,
+            f"{BASELINE}, {name}",
+            found.iteration_s,
+            [self.predict(plan, there.profile).iteration_s for there in _at_errors(place)],
+            sent_bytes=self.share * sum(found.bytes_per_iteration.values()),
+            memory=replace(memory, staged_bytes=memory.staged_bytes + cast_bytes),
+            seconds_at=self.seconds_at,
+            change=change,
+            changes=changes,
+        )
 
 
 def accumulation(place: Place) -> Method:
     """Return DDP that updates once per 2, 4, ... batches: the least number whose messages leave
-    `ENOUGH_COMPUTE` of the time to compute, at most `MOST_ACCUMULATED`.
-
-    torch's `no_sync` leaves out the messages of all but the last batch.
-    """
-    profile, strategy = place.profile, planned(create(BASELINE))
-    plan, needed_s = strategy.plan(profile), profile.slowest().compute_s
-    count = 1
-    while True:
+    `ENOUGH_COMPUTE` of the time to compute, at most `MOST_ACCUMULATED`."""
+    count, needed_s = 2, place.profile.slowest().compute_s
+    while (
+        count < MOST_ACCUMULATED and _TorchDDP(count).seconds_at(place) * ENOUGH_COMPUTE > needed_s
+    ):
         count *= 2
-        made = accumulating_plan(plan, count)
-        prediction = predict_plan(made, with_replica_per_rank(profile))
-        enough = prediction.iteration_s * ENOUGH_COMPUTE <= needed_s
-        if enough or count == MOST_ACCUMULATED:
-            break
-    return _simulated_method(
-        f"{BASELINE}, {count} batches",
-        None,
-        partial(_ddp_seconds, made),
-        place,
-        profile,
-        iteration_s=prediction.iteration_s,
-        change="larger batch",
-        changes=f"one update per {count} batches",
-        staleness=0,
-        sent_bytes=sum(prediction.bytes_per_iteration.values()),
-        memory=strategy.memory(profile, plan),
-        seconds_at=partial(_accumulation_seconds, count),
-    )
-
-
-def _accumulation_seconds(count: int, place: Place) -> float:
-    plan = planned(create(BASELINE)).plan(place.profile)
-    return _ddp_seconds(accumulating_plan(plan, count), place.profile)
-
-
-def _ddp_seconds(plan: Plan, profile: Profile) -> float:
-    """Return the seconds per iteration of a plan of torch's DDP, which averages over all ranks at
-    once."""
-    return predict_plan(plan, with_replica_per_rank(profile)).iteration_s
+    changes = f"one update per {count} batches"
+    return _TorchDDP(count).method(place, f"{count} batches", "larger batch", changes)
 
 
 def accumulating_plan(plan: Plan, count: int) -> Plan:
@@ -315,117 +315,35 @@ def half_precision(place: Place) -> Method:
 
     For parameters of two bytes the hook changes nothing, and this prediction is too fast.
     """
-    profile, strategy = place.profile, planned(create(BASELINE))
-    plan = strategy.plan(profile)
-    prediction = predict_plan(plan, with_replica_per_rank(with_smaller_messages(profile, HALF)))
-    memory = strategy.memory(profile, plan)
-    staged = memory.staged_bytes + HALF * memory.gradients_bytes
-    return _simulated_method(
-        f"{BASELINE}, fp16 hook",
-        None,
-        partial(_ddp_seconds, plan),
-        place,
-        with_smaller_messages(profile, HALF),
-        iteration_s=prediction.iteration_s,
-        change="lossy",
-        changes="gradients are sent as fp16",
-        staleness=0,
-        sent_bytes=HALF * sum(prediction.bytes_per_iteration.values()),
-        memory=replace(memory, staged_bytes=staged),
-        seconds_at=_half_precision_seconds,
-    )
-
-
-def _half_precision_seconds(place: Place) -> float:
-    plan = planned(create(BASELINE)).plan(place.profile)
-    return _ddp_seconds(plan, with_smaller_messages(place.profile, HALF))
+    hook = _TorchDDP(share=HALF)
+    return hook.method(place, "fp16 hook", "lossy", "gradients are sent as fp16")
 
 
 def full_shards(place: Place) -> Method:
     """Return ZeRO-3 (`fully_shard`) over all devices of all machines."""
     memory = _sharded_memory(place.profile, place.machines * place.devices)
-    return _by_equations("zero-3", _full_iteration, place, memory)
+    return _by_equations("zero-3", lambda there: zero3(there.by_device), place, memory)
 
 
 def hybrid_shards(place: Place) -> Method:
     """Return HSDP: shards inside each machine, and an average of gradients between them."""
-    return _by_equations(
-        "hsdp", _hybrid_iteration, place, _sharded_memory(place.profile, place.devices)
-    )
-
-
-def _full_iteration(place: Place) -> ShardedIteration:
-    return zero3(place.by_device)
-
-
-def _hybrid_iteration(place: Place) -> ShardedIteration:
-    return hsdp(place.profile, place.devices)
+    memory = _sharded_memory(place.profile, place.devices)
+    return _by_equations("hsdp", lambda there: hsdp(there.profile, there.devices), place, memory)
 
 
 def _by_equations(
     label: str, iteration: Callable[[Place], ShardedIteration], place: Place, memory: Memory
 ) -> Method:
-    low, high = message_errors(place)
-    now, fast, slow = (
-        iteration(replace(place, profile=with_slower_links(place.profile, times)))
-        for times in (1.0, low, high)
-    )
-    return Method(
+    now, fast, slow = map(iteration, (place, *_at_errors(place)))
+    return _method(
+        place,
         label,
-        None,
-        "same numbers",
-        "same numbers as DDP",
-        0,
-        place.machines,
-        place.batches,
         now.iteration_s,
-        min(fast.bound_s, now.iteration_s) * (1 - MODEL_ERROR),
-        max(slow.unhidden_s, now.iteration_s) * (1 + MODEL_ERROR),
-        now.sent_bytes,
-        memory,
-        "equations",
-        lambda there: iteration(there).iteration_s,
-    )
-
-
-def _simulated_method(
-    label: str,
-    strategy: Strategy | None,
-    planned_seconds: Callable[[Profile], float],
-    place: Place,
-    profile: Profile,
-    *,
-    iteration_s: float,
-    change: Change,
-    changes: str,
-    staleness: int,
-    sent_bytes: float,
-    memory: Memory,
-    seconds_at: SecondsAt,
-    is_shardable: bool = False,
-) -> Method:
-    """Return a method with a plan, which runs unchanged if messages take other times.
-
-    `planned_seconds` returns the seconds per iteration of the plan on a profile.
-    """
-    low, high = message_errors(place)
-    times_s = [planned_seconds(with_slower_links(profile, times)) for times in (low, high)]
-    return Method(
-        label,
-        strategy,
-        change,
-        changes,
-        staleness,
-        place.machines,
-        place.batches,
-        iteration_s,
-        min(*times_s, iteration_s) * (1 - MODEL_ERROR),
-        max(*times_s, iteration_s) * (1 + MODEL_ERROR),
-        sent_bytes,
-        memory,
-        "simulated",
-        seconds_at,
-        _on_devices(memory, place.devices) if is_shardable and place.devices > 1 else None,
+        (fast.bound_s, slow.unhidden_s),
+        sent_bytes=now.sent_bytes,
+        memory=memory,
+        seconds_at=lambda there: iteration(there).iteration_s,
+        basis="equations",
     )
 
 
@@ -446,11 +364,4 @@ def _sharded_memory(profile: Profile, shards: int) -> Memory:
 
 def _on_devices(memory: Memory, devices: int) -> Memory:
     """Return the memory of a replica that the devices of a machine share."""
-    return replace(
-        memory,
-        parameters_bytes=memory.parameters_bytes / devices,
-        gradients_bytes=memory.gradients_bytes / devices,
-        state_bytes=memory.state_bytes / devices,
-        buffers_bytes=memory.buffers_bytes / devices,
-        staged_bytes=memory.staged_bytes / devices,
-    )
+    return Memory(**{name: size / devices for name, size in asdict(memory).items()})

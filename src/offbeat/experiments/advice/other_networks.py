@@ -5,16 +5,17 @@ of another number of ranks, messages of fewer bytes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from offbeat.core.plan import INSIDE
-from offbeat.core.profile import Link, Profile
+from offbeat.core.profile import GradientNoise, Link, Profile
 from offbeat.core.profile.elsewhere import (
     PAYLOAD,
     repeated_ranks,
     ring_passes,
     scale_link,
     tcp_rate_bps,
+    with_free_links,
 )
 from offbeat.core.profile.records import Points
 
@@ -24,67 +25,60 @@ DELAYS_PER_STEP = 4.0  # one-way delays per N - 1
 STEP_S = 3e-4  # seconds per N - 1 without a delay
 
 
-@dataclass(frozen=True)
-class Network:
-    """Network that is described by numbers and was not measured.
+def described_link(
+    name: str,
+    ranks: int,
+    rate_bps: float,
+    delay_s: float = 0.0,
+    loss: float = 0.0,
+    connections: int = 1,
+) -> Link:
+    """Return the link between some ranks on a network that numbers describe.
 
-    Attributes:
+    Latency follows from the delay, seconds of bytes from `PAYLOAD` of the rate that TCP reaches.
+
+    Args:
         name: name of the link.
+        ranks: number of ranks, at least 2.
         rate_bps: smallest rate of a rank, in bits per second.
         delay_s: largest one-way delay between two ranks.
         loss: largest share of lost packets.
         connections: TCP connections between two ranks.
     """
-
-    name: str
-    rate_bps: float
-    delay_s: float = 0.0
-    loss: float = 0.0
-    connections: int = 1
-
-    @property
-    def tcp_rate_bps(self) -> float:
-        """Return the rate that TCP reaches on all connections together."""
-        return tcp_rate_bps(self.rate_bps, self.delay_s, self.loss, self.connections)
-
-    @property
-    def window_bytes(self) -> float:
-        """Return the bytes that a connection has under way if it reaches `tcp_rate_bps`."""
-        return self.tcp_rate_bps / 8 * 2 * self.delay_s / self.connections
+    reached_bps = tcp_rate_bps(rate_bps, delay_s, loss, connections)
+    return Link(
+        name,
+        latency_s=(ranks - 1) * (STEP_S + DELAYS_PER_STEP * delay_s),
+        bytes_per_s=PAYLOAD * reached_bps / 8 / ring_passes(ranks),
+        asked_rate_bps=rate_bps,
+        asked_latency_s=delay_s,
+        asked_loss=loss,
+        connections=connections,
+    )
 
 
-def on_networks(profile: Profile, ranks: int, networks: Sequence[Network]) -> Profile:
-    """Return the profile of a model on networks that were not measured.
+def on_links(profile: Profile, ranks: int, links: Sequence[Link]) -> Profile:
+    """Return the profile of a model on links that were not measured.
 
-    Compute and codecs keep their measured times, and messages get estimated ones: latency by the
-    delay, seconds of bytes by `PAYLOAD` of the rate that TCP reaches. Times of messages beside
-    compute are unknown and count as free.
+    Compute and codecs keep their measured times. Times of messages beside compute are unknown and
+    count as free.
 
     Args:
         profile: measured profile of the model, of any number of ranks.
         ranks: number of ranks.
-        networks: networks between the ranks, the default first.
+        links: links between the ranks, the default first; see `described_link`.
     """
-    passes, steps = ring_passes(ranks) or 1.0, max(ranks - 1, 1)
-    links = tuple(
-        Link(
-            network.name,
-            latency_s=steps * (STEP_S + DELAYS_PER_STEP * network.delay_s),
-            bytes_per_s=PAYLOAD * network.tcp_rate_bps / 8 / passes,
-            asked_rate_bps=network.rate_bps,
-            asked_latency_s=network.delay_s,
-            asked_loss=network.loss,
-            connections=network.connections,
-        )
-        for network in networks
-    )
-    noise = profile.noise
-    if noise is not None:
-        noise = replace(noise, noise_sq=noise.noise_sq * profile.world_size / ranks)
-    buckets = tuple(replace(bucket, communication_s={}) for bucket in profile.buckets)
     return replace(
-        repeated_ranks(profile, ranks), links=links, buckets=buckets, contention=(), noise=noise
+        repeated_ranks(with_free_links(profile), ranks),
+        links=tuple(links),
+        noise=noise_of(profile, profile.world_size / ranks),
     )
+
+
+def noise_of(profile: Profile, times: float) -> GradientNoise | None:
+    """Return the noise of gradients multiplied by `times`; None if it was not measured."""
+    noise = profile.noise
+    return noise and replace(noise, noise_sq=noise.noise_sq * times)
 
 
 def with_smaller_messages(profile: Profile, share: float) -> Profile:
@@ -100,7 +94,7 @@ def with_smaller_messages(profile: Profile, share: float) -> Profile:
 
     return replace(
         profile,
-        links=tuple(_with_sizes(link, 1 / share) for link in profile.links),
+        links=tuple(_with_scaled(link, sizes=1 / share) for link in profile.links),
         buckets=tuple(bucket.with_given_times(shrink) for bucket in profile.buckets),
     )
 
@@ -142,15 +136,13 @@ def with_nodes(profile: Profile, per_node: int, inside_bps: float | None = None)
     elif per_node == 1:
         inside = None
     elif inside_bps is not None:
-        rate = PAYLOAD * inside_bps / 8 / ring_passes(per_node)
-        inside = Link(INSIDE, (per_node - 1) * STEP_S, rate, asked_rate_bps=inside_bps)
+        inside = described_link(INSIDE, per_node, inside_bps)
     else:
         raise ValueError(
             "inside (None) must be the rate between the ranks of a node where the profile is of "
             "single ranks; add --inside 10gbit"
         )
     legs = _legs(profile.inside, inside)
-    noise = profile.noise
     return replace(
         profile,
         topology=(per_node,) * profile.world_size if per_node > 1 else (),
@@ -168,7 +160,7 @@ def with_nodes(profile: Profile, per_node: int, inside_bps: float | None = None)
             for bucket in profile.buckets
         ),
         contention=tuple(c for c in profile.contention if INSIDE not in c.links),
-        noise=noise and replace(noise, noise_sq=noise.noise_sq * before / per_node),
+        noise=noise_of(profile, before / per_node),
     )
 
 
@@ -200,7 +192,7 @@ def _with_more_shards(profile: Profile, before: int, per_node: int) -> Profile:
             f"per_node ({per_node}) must be at least 2 for a profile of sharded replicas, because "
             "the compute of whole ones was not measured"
         )
-    share, noise = before / per_node, profile.noise
+    share = before / per_node
     buckets = tuple(
         replace(
             bucket,
@@ -212,22 +204,9 @@ def _with_more_shards(profile: Profile, before: int, per_node: int) -> Profile:
     return replace(
         profile,
         topology=(per_node,) * profile.world_size,
-        links=tuple(_with_sizes(link, share) for link in profile.links),
+        links=tuple(_with_scaled(link, sizes=share) for link in profile.links),
         buckets=buckets,
-        noise=noise and replace(noise, noise_sq=noise.noise_sq * share),
-    )
-
-
-def _with_sizes(link: Link, factor: float) -> Link:
-    """Return the link with the measured times for sizes and rates multiplied by a factor."""
-
-    def resize(points: Points, _: float = 1.0) -> Points:
-        return tuple((round(size * factor), seconds) for size, seconds in points)
-
-    return link.with_times(
-        lambda latency_s, rate, _: (latency_s, rate * factor),
-        resize,
-        after_pause=resize(link.after_pause),
+        noise=noise_of(profile, share),
     )
 
 
@@ -237,17 +216,19 @@ def with_slower_links(profile: Profile, times: float) -> Profile:
     buckets = tuple(
         bucket.with_given_times(lambda _, seconds: seconds * times) for bucket in profile.buckets
     )
-    links = tuple(_slow_down(link, times) for link in profile.links)
+    links = tuple(_with_scaled(link, times=times) for link in profile.links)
     return replace(profile, links=links, buckets=buckets)
 
 
-def _slow_down(link: Link, times: float) -> Link:
-    def slower(points: Points, _: float = 1.0) -> Points:
-        return tuple((size, seconds * times) for size, seconds in points)
+def _with_scaled(link: Link, *, times: float = 1.0, sizes: float = 1.0) -> Link:
+    """Return the link with measured times and their sizes multiplied by `times` and `sizes`."""
+
+    def scale(points: Points, _: float = 1.0) -> Points:
+        return tuple((round(size * sizes), seconds * times) for size, seconds in points)
 
     return link.with_times(
-        lambda latency_s, rate, _: (latency_s * times, rate / times),
-        slower,
-        after_pause=slower(link.after_pause),
+        lambda latency_s, rate, _: (latency_s * times, rate * sizes / times),
+        scale,
+        after_pause=scale(link.after_pause),
         vote_s=link.vote_s and link.vote_s * times,
     )

@@ -17,7 +17,7 @@ from offbeat.core.profile.elsewhere import (
 )
 from offbeat.core.profile.facts import Link, scaled_compute
 from offbeat.core.sim.ranks import Ranks
-from offbeat.experiments.advice.other_networks import Network, on_networks
+from offbeat.experiments.advice.other_networks import described_link, noise_of, on_links
 
 if TYPE_CHECKING:  # lab is imported only for cluster files
     from offbeat.lab import Cluster
@@ -32,8 +32,6 @@ class Place:
         devices: number of devices of each machine, which share its replica. Messages inside a
             machine count as free.
         estimated: whether message times follow from rates instead of measurements.
-        networks: described networks, from which all message times were estimated; empty if they
-            were measured, even at another rate.
         ranks: rates of the machines, for strategies whose machines do not wait for each other.
         measured_passes: backward passes per step of one machine alone. Several machines have those
             of the profile, which are fewer if the script divides its accumulation by their number.
@@ -42,7 +40,6 @@ class Place:
     profile: Profile
     devices: int = 1
     estimated: bool = False
-    networks: tuple[Network, ...] = ()
     ranks: Ranks = field(default_factory=Ranks)
     measured_passes: int | None = None
 
@@ -72,25 +69,16 @@ class Place:
 
         The rates of further networks change by the same factor.
         """
-        links, ranks = self.profile.links, self.machines
-        times = rate_bps / self.rate_bps
-        rates = {link.name: network_rate_bps(link, ranks) * times for link in links[1:]}
-        rates[links[0].name] = rate_bps
-        if self.networks:
-            return self._with_networks(
-                [replace(one, rate_bps=rates[one.name]) for one in self.networks]
-            )
-        profile = extrapolate(self.profile, rate_bps=rates)
-        return replace(self, profile=profile, estimated=True, ranks=Ranks())
+        profile, times = self.profile, rate_bps / self.rate_bps
+        first, *more = profile.links
+        rates = {link.name: network_rate_bps(link, self.machines) * times for link in more}
+        there = extrapolate(profile, rate_bps={first.name: rate_bps, **rates})
+        return replace(self, profile=there, estimated=True, ranks=Ranks())
 
     def with_connections(self, count: int) -> Place:
-        """Return the place with a number of TCP connections per link, if its networks are
-        described."""
-        return self._with_networks([replace(one, connections=count) for one in self.networks])
-
-    def _with_networks(self, networks: Sequence[Network]) -> Place:
-        profile = on_networks(self.profile, self.machines, networks)
-        return replace(self, profile=profile, networks=tuple(networks), ranks=Ranks())
+        """Return the place with a number of TCP connections per link."""
+        links = tuple(replace(link, connections=count) for link in self.profile.links)
+        return replace(self, profile=replace(self.profile, links=links)).at_rate(self.rate_bps)
 
     def with_machines(self, count: int) -> Place:
         """Return the place with another number of machines; properties of machines repeat."""
@@ -103,7 +91,11 @@ class Place:
             return None
         slowest = scale.index(max(scale))
         kept = [machine for machine in range(len(scale)) if machine != slowest]
-        return replace(self, profile=_with_ranks(self.profile, kept), ranks=Ranks())
+        fewer, jitters = extrapolate(self.profile, hosts=len(kept)), self.profile.rank_jitter
+        kept_jitters = tuple(jitters[machine] for machine in kept) if jitters else ()
+        even = replace(fewer, rank_scale=(), rank_jitter=kept_jitters)
+        profile = _with_times(even, [scale[machine] for machine in kept])
+        return replace(self, profile=profile, ranks=Ranks())
 
     def with_even_times(self) -> Place | None:
         """Return the place with batches in proportion to the speeds of the machines, and the same
@@ -159,19 +151,13 @@ def _with_passes(profile: Profile, passes: int) -> Profile:
     return replace(profile, other_s=max(0.0, profile.other_s + more_s), usage=usage)
 
 
-def _with_ranks(profile: Profile, kept: Sequence[int]) -> Profile:
-    """Return the profile of some of its ranks. Compute times are means over ranks, so they change
-    with the mean of the scales."""
-    scale = [profile.rank_scale[rank] for rank in kept]
-    mean = fmean(scale)
-    fewer = extrapolate(profile, hosts=len(kept))
-    jitters = tuple(profile.rank_jitter[rank] for rank in kept) if profile.rank_jitter else ()
-    return replace(
-        fewer,
-        rank_scale=tuple(one / mean for one in scale),
-        rank_jitter=jitters,
-        **scaled_compute(fewer, mean),
-    )
+def _with_times(profile: Profile, times: Sequence[float]) -> Profile:
+    """Return the profile of equal machines with the compute of each multiplied by a factor."""
+    if {*times} == {1.0}:
+        return profile
+    mean = fmean(times)
+    scale = tuple(one / mean for one in times)
+    return replace(profile, rank_scale=scale, **scaled_compute(profile, mean))
 
 
 def place_on_cluster(
@@ -194,38 +180,31 @@ def place_on_cluster(
         ValueError: the cluster has one host, a link without a rate, unequal numbers of ranks on its
             hosts, or several replicas on a host.
     """
-    from offbeat.experiments.profile_for_network import ranks_on, worst_way
+    from offbeat.experiments.profile_for_network import Hosts, ranks_on
 
-    hosts = range(cluster.hosts)
     _require_several(cluster.hosts)
     if cluster.processes_per_host > 1:
         raise ValueError(
             f"processes_per_host ({cluster.processes_per_host}) must be 1 for a prediction or a "
             "rehearsal; write as many hosts as replicas, or ranks for ranks that share one"
         )
-    sizes = [cluster.ranks_of(host) for host in hosts]
-    require_equal_sizes(sizes, "ranks of the hosts")
-    networks = []
-    for link in cluster.links:
-        way = worst_way(cluster, hosts, link.name)
+    here, count = Hosts.of(cluster, cluster.world_size), cluster.hosts
+    require_equal_sizes(here.sizes, "ranks of the hosts")
+    links = []
+    for name, way in here.ways.items():
         if way.rate_bps is None:
             raise ValueError(
-                f"rate of link {link.name!r} (unlimited) must be a number, as messages are "
+                f"rate of link {name!r} (unlimited) must be a number, as messages are "
                 "estimated from it; give the link a rate"
             )
-        networks.append(Network(link.name, float(way.rate_bps), way.latency_s, way.loss))
-    made = on_networks(_of_one_rank(profile), cluster.hosts, networks)
-    slowness, jitters = [1 / cluster.speed_of(h) for h in hosts], [*map(cluster.jitter_of, hosts)]
-    if any(one != 1 for one in slowness):
-        mean = fmean(slowness)
-        scale = tuple(one / mean for one in slowness)
-        made = replace(made, rank_scale=scale, **scaled_compute(made, mean))
-    if any(jitters):
-        made = replace(made, rank_jitter=tuple(jitters))
-    devices = max(devices, *sizes)
-    rates = ranks_on(cluster, cluster.hosts)
+        rate_bps = float(way.rate_bps)
+        links.append(described_link(name, count, rate_bps, way.latency_s, way.loss))
+    one = replace(profile, rank_scale=(), rank_jitter=())
+    made = _with_times(on_links(one, count, links), [1 / speed for speed in here.speeds])
+    made = replace(made, rank_jitter=here.jitters if any(here.jitters) else ())
+    devices = max(devices, *here.sizes)
     made = with_free_nodes(made, devices, measured_devices)
-    return Place(made, devices, estimated=True, networks=tuple(networks), ranks=rates)
+    return Place(made, devices, estimated=True, ranks=ranks_on(cluster, count))
 
 
 def with_free_nodes(profile: Profile, devices: int, measured_devices: int = 1) -> Profile:
@@ -238,12 +217,11 @@ def with_free_nodes(profile: Profile, devices: int, measured_devices: int = 1) -
     """
     if devices == measured_devices == 1:
         return profile
-    noise = profile.noise
     return replace(
         profile,
         topology=(devices,) * profile.world_size if devices > 1 else (),
         inside=Link(INSIDE, 0.0, FREE_BYTES_PER_S) if devices > 1 else None,
-        noise=noise and replace(noise, noise_sq=noise.noise_sq * measured_devices / devices),
+        noise=noise_of(profile, measured_devices / devices),
     )
 
 
@@ -260,11 +238,6 @@ def require_equal_sizes(sizes: Sequence[int], name: str) -> None:
             f"{name} ({listed}) must be equal, as unequal machines are not predicted; leave out "
             "the smaller ones, or describe them with the ranks that all have"
         )
-
-
-def _of_one_rank(profile: Profile) -> Profile:
-    """Return the profile without differences between its ranks."""
-    return replace(profile, rank_scale=(), rank_jitter=())
 
 
 def place_of(
@@ -288,16 +261,13 @@ def place_of(
         ValueError: hosts or rate are missing for a profile of one rank, or one machine is left.
     """
     if profile.world_size > 1:
-        count = profile.world_size if hosts is None else hosts
-        _require_several(count)
-        made = extrapolate(profile, hosts=count, rate_bps=rate_bps)
-        made = with_free_nodes(made, devices, measured_devices)
-        estimated = rate_bps is not None or count != profile.world_size
-        return Place(made, devices, estimated=estimated)
-    hosts, rate_bps = require_network(hosts, rate_bps)
-    network = Network(profile.default_link.name, rate_bps)
-    made = with_free_nodes(on_networks(profile, hosts, [network]), devices, measured_devices)
-    return Place(made, devices, estimated=True, networks=(network,))
+        made = extrapolate(profile, hosts=hosts, rate_bps=rate_bps)
+    else:
+        hosts, rate_bps = require_network(hosts, rate_bps)
+        link = described_link(profile.default_link.name, hosts, rate_bps)
+        made = on_links(profile, hosts, [link])
+    estimated = rate_bps is not None or made.world_size != profile.world_size
+    return Place(with_free_nodes(made, devices, measured_devices), devices, estimated)
 
 
 def given_rate_bps(text: str | None) -> float | None:

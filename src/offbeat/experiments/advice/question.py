@@ -1,15 +1,18 @@
-"""Question that a verdict answers, by the options of `offbeat advise`, and the answer."""
+"""Question that a verdict answers, by the options of `offbeat advise`, and the answer with the
+commands that follow from it."""
 
 from __future__ import annotations
 
+import math
+import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from offbeat.core.profile import Profile
-from offbeat.core.profile.elsewhere import extrapolate
+from offbeat.core.profile.elsewhere import extrapolate, network_rate_bps
 from offbeat.core.strategy.parsing import text_of
-from offbeat.experiments.advice.commands import compare_command
 from offbeat.experiments.advice.needs import SHARES
 from offbeat.experiments.advice.place import (
     Place,
@@ -23,13 +26,21 @@ from offbeat.experiments.advice.selection import (
     excluded_strategies,
     require_staleness,
 )
-from offbeat.experiments.advice.verdict import Predictions, Verdict, decide, require_amounts
-from offbeat.experiments.advice.verdict_text import SHOWN_SHARE, rate, verdict_text
+from offbeat.experiments.advice.verdict import (
+    Predictions,
+    Verdict,
+    decide,
+    predict_methods,
+)
+from offbeat.experiments.advice.verdict_text import SHOWN_SHARE, verdict_text
 from offbeat.experiments.advice.work import Work
 from offbeat.experiments.device_speed import Compute, DeviceSpeed
+from offbeat.experiments.profile_for_network import Hosts, compute_for
 from offbeat.jobs.words import seconds
 from offbeat.lab import Cluster
+from offbeat.lab.units import MAX_RATE_BPS, MIN_RATE_BPS, format_rounded_rate
 
+DEFAULT_LINK = "net"  # name of the only link of a cluster that is given by options, not by a file
 MEASURES = ("change", "staleness", "iteration_s", "update_s")  # fields in the JSON output
 
 
@@ -73,7 +84,10 @@ class Question:
     script: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        require_amounts(self.device_memory, self.price)
+        for name in ("device_memory", "price"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(f"{name} ({value:g}) must be a number above 0")
         require_staleness(self.max_staleness)
         given_rate_bps(self.rate)
 
@@ -91,32 +105,30 @@ class Question:
             require_equal_sizes(profile.topology, "topology of the profile")
         measured = max(profile.topology, default=1)
         sizes, profile = (self.devices or measured, measured), profile.of_replicas()
-        if self.cluster is None:
+        if (cluster := self.described) is None:
             place = place_of(profile, self.hosts, given_rate_bps(self.rate), *sizes)
         else:
-            place = place_on_cluster(profile, Cluster.load(self.cluster), *sizes)
+            place = place_on_cluster(profile, cluster, *sizes)
         if self.passes is not None:
             place = place.with_passes(self.passes)
         if self.jitter is None:
             return place
         return replace(place, profile=extrapolate(place.profile, jitter=self.jitter))
 
-    def has_nodes(self, devices: int) -> bool:
-        """Return whether the ranks of each host of the cluster file share a replica, as the devices
-        of a machine do."""
-        assert self.cluster is not None
-        cluster = Cluster.load(self.cluster)
-        sizes = {cluster.ranks_of(host) for host in range(cluster.hosts)}
-        return sizes == {devices} and (devices == 1 or cluster.ranks is not None)
+    @property
+    def described(self) -> Cluster | None:
+        """Return the cluster of the cluster file; None without a file."""
+        return None if self.cluster is None else Cluster.load(self.cluster)
 
 
 @dataclass(frozen=True)
 class Answer:
-    """Verdict of a question with its command, the device that it is for, remarks, and the record of
-    a rehearsal."""
+    """Verdict of a question with the commands that compare and that train, the device that it is
+    for, remarks, and the record of a rehearsal."""
 
     verdict: Verdict
     command: str | None
+    launch: str | None
     compute: Compute
     notes: tuple[str, ...] = ()
     rehearsal: dict[str, Any] | None = None
@@ -161,6 +173,7 @@ class Answer:
             self.verdict,
             notes=(*self.notes, self.device_text),
             command=self.command,
+            launch=self.launch,
             width=width,
             verbose=verbose,
         )
@@ -183,15 +196,87 @@ def answer(
         work: amount of training, if it is not that of the question.
     """
     verdict = decide(
-        question.place(profile) if predicted is None else predicted.place,
+        predicted
+        or predict_methods(
+            question.place(profile),
+            max_staleness=question.max_staleness,
+            everything=question.everything,
+        ),
         work or question.work,
-        predicted=predicted,
-        max_staleness=question.max_staleness,
         device_memory=question.device_memory,
         price=question.price,
         shares=SHARES if question.everything else (SHOWN_SHARE,),
-        everything=question.everything,
-        rate_text=rate,
     )
     command = compare_command(verdict, question, profile, file)
-    return Answer(verdict, command, Compute.of(profile, question.device))
+    launch = launch_command(verdict, question.script)
+    return Answer(verdict, command, launch, Compute.of(profile, question.device))
+
+
+def compare_command(
+    verdict: Verdict, question: Question, profile: Profile, file: Path | None
+) -> str | None:
+    """Return the command that compares the advised strategies on these machines; None if they have
+    several devices and the cluster file does not state these.
+
+    It reuses the profile in `file`, if `compare` can convert it and passes are as measured.
+    `--hosts` and `--rate` can describe one link without delay; other clusters need a cluster file.
+    """
+    devices, cluster = verdict.place.devices, question.described
+    if cluster is not None:
+        if Hosts.of(cluster, cluster.world_size).sizes != (devices,):
+            return None
+        where = ["--cluster", str(question.cluster)]
+        convertible = _is_convertible(profile, cluster)
+    else:
+        where = _options_of_place(verdict.place.profile)
+        if where is None and devices > 1:
+            return None
+        where = where or ["--cluster", "cluster.toml"]
+        where += ["--per-node", str(devices)] if devices > 1 else []
+        convertible = max(profile.topology, default=1) == devices
+    if file is not None and profile.world_size > 1 and convertible and question.passes is None:
+        where += ["--profile", str(file)]
+    where += ["--device-speed", question.device_text] if question.device_text else []
+    if verdict.work.target_loss is not None:
+        where += ["--target", f"loss={verdict.work.target_loss:.4g}"]
+    strategies = [option.strategy for option in verdict.advice.compared]
+    if (best := verdict.best.method.strategy) is not None and best not in strategies:
+        strategies.insert(0, best)  # by the time to a loss it can be another one
+    names = ",".join(map(text_of, strategies))
+    script = question.script or ("train.py",)
+    return shlex.join(["offbeat", "compare", *where, "--strategies", names, *script])
+
+
+def _is_convertible(profile: Profile, cluster: Cluster) -> bool:
+    try:
+        compute_for(profile, cluster, cluster.world_size, shaped=True, pace=None, file="")
+    except ValueError:
+        return False
+    return True
+
+
+def launch_command(verdict: Verdict, script: Sequence[str]) -> str | None:
+    """Return the command that trains one replica per machine by the advised strategy; None if the
+    best method is not a strategy, or if machines have one device."""
+    place, best = verdict.place, verdict.best.method
+    if place.devices == 1 or best.strategy is None:
+        return None
+    nodes = "" if verdict.best.sharded else "OFFBEAT_NODES=auto "  # or the mesh of the script
+    return (
+        f"OFFBEAT_STRATEGY={shlex.quote(best.label)} {nodes}torchrun --nnodes {place.machines} "
+        f"--nproc-per-node {place.devices} {shlex.join(script or ('train.py',))}"
+    )
+
+
+def _options_of_place(profile: Profile) -> list[str] | None:
+    link, hosts = profile.default_link, ["--hosts", str(profile.world_size)]
+    uneven = profile.pace and (profile.rank_scale or profile.rank_jitter or profile.jitter)
+    plain = link.name == DEFAULT_LINK and not link.asked_latency_s and not link.asked_loss
+    if len(profile.links) > 1 or uneven or not plain:
+        return None
+    if profile.world_size < 2:
+        return hosts
+    rate_bps = network_rate_bps(link, profile.world_size)
+    if not MIN_RATE_BPS <= rate_bps <= MAX_RATE_BPS:
+        return hosts
+    return [*hosts, "--rate", format_rounded_rate(rate_bps)]

@@ -58,10 +58,9 @@ def advise(profile: Profile, *, max_staleness: int = MAX_STALENESS) -> Advice:
         ValueError: `max_staleness` is negative.
     """
     require_staleness(max_staleness)
-    simulated = _Options()
-    options = _simulate_candidates(profile, max_staleness, simulated)
-    chosen = _gentlest_option(_near_fastest(options, AS_GOOD))
-    chosen = _robustest(chosen, options, profile, max_staleness, simulated)
+    search = _Search(max_staleness)
+    options = search.simulate(profile)
+    chosen = search.robustest(_gentlest_option(_near_fastest(options, AS_GOOD)), options, profile)
     if chosen not in options:
         options.append(chosen)
     ranked = sorted(options, key=lambda option: (option.update_s, option.gentleness))
@@ -69,7 +68,7 @@ def advise(profile: Profile, *, max_staleness: int = MAX_STALENESS) -> Advice:
         tuple(ranked),
         chosen,
         _select_compared(options, chosen),
-        (*_notes(profile, options), *simulated.notes),
+        (*_notes(profile, options), *search.notes),
     )
 
 
@@ -79,75 +78,83 @@ def require_staleness(max_staleness: int) -> None:
         raise ValueError(f"max_staleness ({max_staleness}) must be at least 0, which is DDP's")
 
 
-class _Options:
-    """Options by strategy and profile, so that each is planned and simulated once."""
+class _Search:
+    """Simulated candidates. Each one is planned and simulated once on a profile."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_staleness: int) -> None:
+        self._max_staleness = max_staleness
         self._known: dict[tuple[str, int], tuple[Option | None, Profile]] = {}
         self.notes = list[str]()  # why the script needs a variant: of the first one
 
-    def of(self, strategy: Strategy, profile: Profile) -> Option | None:
+    def simulate(
+        self, profile: Profile, *, now: Profile | None = None, most_s: float = math.inf
+    ) -> list[Option]:
+        """Simulate the candidates that may be advised or compared, by their bounds.
+
+        Strategies with DDP's numbers come first. All others follow in the order of their bounds,
+        and of gentleness if bounds are nearly equal, so that few are simulated on any network. A
+        candidate is left out if a candidate that is as gentle is known to be as fast, or if its
+        bound is more than `WORTH_A_TRY` above the fastest option.
+
+        Args:
+            profile: profile of the job.
+            now: profile on which candidates must have a bound of at most `most_s`, too.
+            most_s: seconds per iteration on `now`.
+        """
+        found = list(candidates(profile, self._max_staleness))
+        if now is not None:
+            found = [one for one in found if one.bound_s(one.costed(now)) <= most_s]
+        bounds_s = [candidate.bound_s(candidate.costed(profile)) for candidate in found]
+        same = [i for i, one in enumerate(found) if one.synchronous and not one.is_lossy]
+        rest = sorted(set(range(len(found))) - set(same), key=lambda i: (_step(bounds_s[i]), i))
+        options: dict[int, Option] = {}
+        for i in (*same, *rest):
+            known_s = [(option.update_s, j) for j, option in options.items()]
+            as_gentle_s = min((s for s, j in known_s if j <= i), default=math.inf)
+            least_s = min((s for s, _ in known_s), default=math.inf)
+            if bounds_s[i] >= as_gentle_s * (1 - LEAST_GAIN):
+                continue
+            if bounds_s[i] > least_s * (1 + WORTH_A_TRY):
+                continue
+            option = self._option(found[i], profile)
+            if option is None or not _is_allowed(option, self._max_staleness):
+                continue
+            if option not in options.values():  # several strategies can have one variant
+                options[i] = option
+        return [options[i] for i in sorted(options)]
+
+    def robustest(self, chosen: Option, found: list[Option], profile: Profile) -> Option:
+        """Return an option that stays nearly fastest if messages take `SLOWER` times as long.
+
+        This is `chosen` if its time grows by at most `AS_GOOD_THEN`. Otherwise it is the gentlest
+        option that is nearly fastest on the measured links, and on the slower links nearly as fast
+        as the fastest of these. If there is no such option, it is `chosen`.
+        """
+        slower = with_slower_links(profile, SLOWER)
+        late = self._option(chosen.strategy, slower)
+        if late is not None and late.update_s <= chosen.update_s * (1 + AS_GOOD_THEN):
+            return chosen
+        least_s = min(option.update_s for option in found) * (1 + AS_GOOD)
+        then = self.simulate(slower, now=profile, most_s=least_s)
+        for option in sorted(_near_fastest(then, AS_GOOD_THEN), key=lambda one: one.gentleness):
+            now = self._option(option.strategy, profile)
+            if now is not None and now.update_s <= least_s:
+                return now
+        return chosen
+
+    def _option(self, strategy: Strategy, profile: Profile) -> Option | None:
         """Return the option of a strategy on a profile; see `predict_option`."""
         key = str(strategy), id(profile)  # the profile is kept, so that its id stays its own
         if key not in self._known:
             option = predict_option(strategy, profile)
             self._known[key] = option, profile
             if option is not None and option.strategy != strategy and not self.notes:
-                self._note_variant(strategy, profile)
+                why = conflict_with(profile.usage, planned(strategy).plan(profile))
+                self.notes.append(
+                    f"the script {why}, so strategies that would apply gradients earlier are "
+                    "predicted in the variants that update in optimizer.step()"
+                )
         return self._known[key][0]
-
-    def _note_variant(self, strategy: Strategy, profile: Profile) -> None:
-        """Note why the script of the profile needs a variant of the strategy."""
-        why = conflict_with(profile.usage, planned(strategy).plan(profile))
-        self.notes.append(
-            f"the script {why}, so strategies that would apply gradients earlier are predicted in "
-            "the variants that update in optimizer.step()"
-        )
-
-
-def _simulate_candidates(
-    profile: Profile,
-    max_staleness: int,
-    simulated: _Options,
-    *,
-    now: Profile | None = None,
-    most_s: float = math.inf,
-) -> list[Option]:
-    """Simulate the candidates that may be advised or compared, by their bounds.
-
-    Strategies with DDP's numbers come first. All others follow in the order of their bounds, and of
-    gentleness if bounds are nearly equal, so that few are simulated on any network. A candidate is
-    left out if a candidate that is as gentle is known to be as fast, or if its bound is more than
-    `WORTH_A_TRY` above the fastest option.
-
-    Args:
-        profile: profile of the job.
-        max_staleness: largest staleness.
-        simulated: options that are known.
-        now: profile on which candidates must have a bound of at most `most_s`, too.
-        most_s: seconds per iteration on `now`.
-    """
-    found = list(candidates(profile, max_staleness))
-    if now is not None:
-        found = [one for one in found if one.bound_s(one.costed(now)) <= most_s]
-    bounds_s = [candidate.bound_s(candidate.costed(profile)) for candidate in found]
-    same = [i for i, one in enumerate(found) if one.synchronous and not one.is_lossy]
-    rest = sorted(set(range(len(found))) - set(same), key=lambda i: (_step(bounds_s[i]), i))
-    options: dict[int, Option] = {}
-    for i in (*same, *rest):
-        known_s = [(option.update_s, j) for j, option in options.items()]
-        as_gentle_s = min((s for s, j in known_s if j <= i), default=math.inf)
-        least_s = min((s for s, _ in known_s), default=math.inf)
-        if bounds_s[i] >= as_gentle_s * (1 - LEAST_GAIN):
-            continue
-        if bounds_s[i] > least_s * (1 + WORTH_A_TRY):
-            continue
-        option = simulated.of(found[i], profile)
-        if option is None or not _is_allowed(option, max_staleness):
-            continue
-        if option not in options.values():  # several strategies can have one variant
-            options[i] = option
-    return [options[i] for i in sorted(options)]
 
 
 def _step(bound_s: float) -> int:
@@ -160,32 +167,6 @@ def _is_allowed(option: Option, max_staleness: int) -> bool:
     if not max_staleness:
         return option.change == CHANGES[0]
     return option.staleness <= max_staleness
-
-
-def _robustest(
-    chosen: Option,
-    found: list[Option],
-    profile: Profile,
-    max_staleness: int,
-    simulated: _Options,
-) -> Option:
-    """Return an option that stays nearly fastest if messages take `SLOWER` times as long.
-
-    This is `chosen` if its time grows by at most `AS_GOOD_THEN`. Otherwise it is the gentlest
-    option that is nearly fastest on the measured links, and on the slower links nearly as fast as
-    the fastest of these. If there is no such option, it is `chosen`.
-    """
-    slower = with_slower_links(profile, SLOWER)
-    late = simulated.of(chosen.strategy, slower)
-    if late is not None and late.update_s <= chosen.update_s * (1 + AS_GOOD_THEN):
-        return chosen
-    least_s = min(option.update_s for option in found) * (1 + AS_GOOD)
-    then = _simulate_candidates(slower, max_staleness, simulated, now=profile, most_s=least_s)
-    for option in sorted(_near_fastest(then, AS_GOOD_THEN), key=lambda one: one.gentleness):
-        now = simulated.of(option.strategy, profile)
-        if now is not None and now.update_s <= least_s:
-            return now
-    return chosen
 
 
 def candidates(profile: Profile, max_staleness: int) -> list[Strategy]:

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from io import StringIO
+
+from rich.console import Console
+from rich.table import Table
 
 from offbeat.core.strategy.registry import BASELINE
-from offbeat.experiments.advice.commands import launch_command
 from offbeat.experiments.advice.methods import ALONE
-from offbeat.experiments.advice.needs import LEAST_RATE_BPS
+from offbeat.experiments.advice.needs import LEAST_RATE_BPS, reached_bps
 from offbeat.experiments.advice.options import CHANGES
 from offbeat.experiments.advice.selection import AS_GOOD, excluded_strategies
-from offbeat.experiments.advice.verdict import Row, Verdict
+from offbeat.experiments.advice.verdict import Row, Verdict, rate
 from offbeat.experiments.report import words
 from offbeat.experiments.report.table import wrap
 from offbeat.jobs.words import digits, size
 
 MEGA, GIGA = 1e6, 1e9
 GAP = "  "
-DROPPED = ("range", "90 % at")  # columns that narrow terminals leave out, in this order
-LEAST_LABEL = 23  # characters of the last column from which no column is left out
+LEAST_WIDTH = 59  # characters of a table with "90 % at", and without range, memory and cost
 UNITS = (("days", 86400.0), ("hours", 3600.0), ("minutes", 60.0), ("seconds", 1.0))
 UNIT_FROM = 3.0  # the fastest method takes at least this many of the unit of the table
 SHORT = {"days": "d", "hours": "h", "minutes": "min", "seconds": "s"}
@@ -29,7 +30,13 @@ LARGE_CHANGE = 0.01  # relative change of time from which a change of the machin
 
 
 def verdict_text(
-    verdict: Verdict, *, notes: Sequence[str], command: str | None, width: int, verbose: bool
+    verdict: Verdict,
+    *,
+    notes: Sequence[str],
+    command: str | None,
+    launch: str | None,
+    width: int,
+    verbose: bool,
 ) -> str:
     """Return the text of `offbeat advise`: the verdict, the table, notes, the compare command.
 
@@ -37,20 +44,26 @@ def verdict_text(
         verdict: verdict to print.
         notes: first remarks, such as the device whose times these are.
         command: command that compares the advised strategies; None if they cannot be compared.
+        launch: command that trains on the machines, if they have several devices.
         width: characters per line.
         verbose: whether all shares, counts and notes are printed.
     """
-    unit, scale = _unit_of(verdict.best.seconds or 0.0)
-    paragraphs = [_worth(verdict), _headline(verdict), *_sentences(verdict), ""]
-    lines = [line for text in paragraphs for line in (wrap(text, width, GAP) or [""])]
-    lines += _table(verdict, unit, scale, width)
-    lines.append("")
-    for text in _legend(verdict, verbose=verbose):
+    columns = list(_columns(verdict, width, verbose=verbose))
+    rows = [[cell(row) for _, cell, _ in columns] for row in verdict.rows]
+    parts = [_worth(verdict), _headline(verdict), *_sentences(verdict), ""]
+    lines = [line for text in parts for line in (wrap(text, width, GAP) or [""])]
+    lines += [*_table([head for head, _, _ in columns], rows, width), ""]
+    notes = [*notes, *_notes(verdict, verbose=verbose)]
+    if verdict.place.devices > 1:
+        notes.append("messages inside a machine count as free, and its devices share one replica")
+    if launch is not None:
+        notes.append(f"on these machines: {launch}")
+    legends = [legend for _, _, legend in columns if legend]
+    for text in (*legends, *(f"note: {note}" for note in notes)):
         lines += wrap(text, width, GAP)
-    for note in (*notes, *_notes(verdict, verbose=verbose)):
-        lines += wrap(f"note: {note}", width, GAP)
     if verbose:
-        lines += ["", *_rate_table(verdict, width)]
+        title = "Mbit/s from which compute takes a share of the time; MB sent per iteration:"
+        lines += ["", *wrap(title, width, GAP), *_rate_table(verdict, width)]
     if command is not None:
         known = verdict.work.target_loss is not None
         first = "measure what was rehearsed:" if known else "losses are not predicted; compare on "
@@ -67,11 +80,6 @@ def span(seconds: float) -> str:
     """Return a time as '41 h'."""
     unit, scale = _unit_of(seconds)
     return f"{digits(seconds / scale, 2)} {SHORT[unit]}"
-
-
-def rate(rate_bps: float, count: int = 2) -> str:
-    """Return a rate as '150 Mbit/s', with `count` digits."""
-    return words.rate(float(f"{rate_bps:.{count}g}"))
 
 
 def least_rate(rate_bps: float | None) -> str:
@@ -105,32 +113,26 @@ def _times(row: Row, alone: Row) -> str:
 def _headline(verdict: Verdict) -> str:
     """Return the method to take and its time, and those of what most users would take."""
     best, place = verdict.best, verdict.place
-    link = rate(place.rate_bps, 3)
-    machines = f"{place.machines} machines"
-    if place.devices > 1:
-        machines += f" of {place.devices} devices"
-    text = f"{machines} at {link}, {verdict.work.text}: {_with_range(best)}."
+    devices = f" of {place.devices} devices" * (place.devices > 1)
+    where = f"{place.machines} machines{devices} at {rate(place.rate_bps, 3)}"
     others = [
-        row
+        f"{row.method.label}: {span(row.seconds)}"
         for row in verdict.rows
         if row.seconds is not None
         and row is not best
         and (row.method.strategy is None or row.method.label == BASELINE)
     ]
-    if others:
-        named = [f"{row.method.label}: {span(row.seconds or 0.0)}" for row in others]
-        text += f" Others: {'; '.join(named)}."
-    return text
+    text = f"{where}, {verdict.work.text}: {_with_range(best)}."
+    return text + f" Others: {'; '.join(others)}." * bool(others)
 
 
 def _with_range(row: Row) -> str:
     assert row.seconds is not None
     assert row.range_s is not None
-    unit, scale = _unit_of(row.seconds)
+    _, scale = _unit_of(row.seconds)
     low, high = (digits(seconds / scale, 2) for seconds in row.range_s)
     verb = "alone takes" if row.method.machines == 1 else "takes"
-    time = digits(row.seconds / scale, 2)
-    return f"{row.method.label} {verb} {time} {SHORT[unit]} ({low} to {high})"
+    return f"{row.method.label} {verb} {span(row.seconds)} ({low} to {high})"
 
 
 def _sentences(verdict: Verdict) -> Iterator[str]:
@@ -188,19 +190,14 @@ def _help(verdict: Verdict) -> str:
         return _help_together(verdict)
     best = verdict.helps[0]
     if best.saved < LARGE_CHANGE:
-        names = [one.text for one in verdict.helps]
-        text = f"{names[0]} would not help" if len(names) == 1 else _neither(names)
+        names = " nor ".join(one.text for one in verdict.helps)
+        several = len(verdict.helps) > 1
+        text = f"Neither {names} would help" if several else f"{names} would not help"
         share = verdict.place.profile.slowest().compute_s / verdict.best.method.iteration_s
         return f"{text}: compute takes {_percent(min(share, 1.0))} of the time."
     text = f"{best.text[:1].upper()}{best.text[1:]} would save {_percent(best.saved)} of the time"
-    rest = [one for one in verdict.helps if one is not best]
-    if rest:
-        text += ", " + ", ".join(f"{one.text} {_percent(one.saved)}" for one in rest)
-    return f"{text}."
-
-
-def _neither(names: Sequence[str]) -> str:
-    return f"Neither {' nor '.join(names)} would help"
+    rest = "".join(f", {one.text} {_percent(one.saved)}" for one in verdict.helps[1:])
+    return f"{text}{rest}."
 
 
 def _help_together(verdict: Verdict) -> str:
@@ -241,91 +238,65 @@ def _fits(verdict: Verdict) -> str:
     return f"Does not fit into {room} per device: {', '.join(too_large)}{more}."
 
 
-def _table(verdict: Verdict, unit: str, scale: float, width: int) -> list[str]:
-    """Return the table of methods. The columns after the time are left out if there is no room."""
-    heads = ["", unit, "range"]
-    if any(row.rates_bps for row in verdict.rows):
-        heads.append(f"{_percent(SHOWN_SHARE)} at")
-    heads += ["memory"] * (verdict.device_memory is not None)
-    heads += ["cost"] * (verdict.price is not None)
-    rows = [[*heads, "numbers", "method"], *(_cells(row, verdict, scale) for row in verdict.rows)]
-    rows = [[*row[:-2], row[-2].ljust(max(len(one[-2]) for one in rows)), row[-1]] for row in rows]
-    for _ in DROPPED:
-        if width - _numbers_width(rows) < LEAST_LABEL:
-            rows = [[*row[:2], *row[3:]] for row in rows]
-    return _lines(rows, width)
-
-
-def _lines(rows: Sequence[Sequence[str]], width: int) -> list[str]:
-    """Return lines with aligned columns; the last column is wrapped between settings."""
-    widths = [max(map(len, column)) for column in zip(*(row[:-1] for row in rows), strict=True)]
-    indent, lines = _numbers_width(rows), list[str]()
-    for *numbers, label in rows:
-        cells = [cell.rjust(w) for cell, w in zip(numbers, widths, strict=True)]
-        first, *more = _label_lines(label, width - indent)
-        lines += [GAP.join([*cells, first]), *(" " * indent + part for part in more)]
-    return [line.rstrip() for line in lines]
-
-
-def _numbers_width(rows: Sequence[Sequence[str]]) -> int:
-    """Return the characters before the last column."""
-    columns = zip(*(row[:-1] for row in rows), strict=True)
-    return sum(max(map(len, column)) + len(GAP) for column in columns)
-
-
-def _cells(row: Row, verdict: Verdict, scale: float) -> list[str]:
-    method = row.method
+def _columns(
+    verdict: Verdict, width: int, *, verbose: bool
+) -> Iterator[tuple[str, Callable[[Row], str], str]]:
+    """Yield the head, the cell of a row and the legend of each column."""
     compared = [option.strategy for option in verdict.advice.compared]
-    cells = ["*" if row is verdict.best else "+" if method.strategy in compared else " "]
-    if row.seconds is None or row.range_s is None:
-        cells += ["-", "-"]
-    else:
-        low, high = (digits(s / scale, 2) for s in row.range_s)
-        cells += [digits(row.seconds / scale), f"{low}-{high}"]
-    if any(one.rates_bps for one in verdict.rows):
-        cells.append(least_rate(row.rates_bps.get(SHOWN_SHARE)))
-    if verdict.device_memory is not None:
-        mark = "!" if row.fits is False else "/" * row.sharded
-        cells.append(size(row.memory.total_bytes) + mark)
-    if verdict.price is not None:
-        cells.append("-" if row.cost is None else _money(row.cost))
-    return [*cells, method.change, method.label]
+    unit, scale = _unit_of(verdict.best.seconds or 0.0)
+    share, memory, price = _percent(SHOWN_SHARE), verdict.device_memory, verdict.price
 
+    def mark(row: Row) -> str:
+        return "*" if row is verdict.best else "+" * (row.method.strategy in compared)
 
-def _label_lines(label: str, room: int) -> list[str]:
-    """Return the label in lines of at most `room` characters, broken before settings."""
-    lines, line = [], ""
-    for part in re.split(r"(?=:)", label):
-        if line and len(line) + len(part) > room:
-            lines.append(line)
-            line = GAP
-        line += part
-    return [*lines, line]
+    def times(row: Row) -> str:
+        return "-".join(digits(s / scale, 2) for s in row.range_s or ()) or "-"
 
+    def room(row: Row) -> str:
+        return size(row.memory.total_bytes) + ("!" if row.fits is False else "/" * row.sharded)
 
-def _legend(verdict: Verdict, *, verbose: bool) -> Iterator[str]:
-    compared = any(
-        row.method.strategy == option.strategy
-        for row in verdict.rows
-        for option in verdict.advice.compared
-        if row is not verdict.best
+    spare = width - LEAST_WIDTH - 11 * (memory is not None) - 8 * (price is not None)
+    others = any(mark(row) == "+" for row in verdict.rows)
+    yield "", mark, "* the method to take" + "; + also worth comparing on your model" * others
+    yield unit, lambda row: "-" if row.seconds is None else digits(row.seconds / scale), ""
+    if spare >= 10:
+        yield "range", times, ""
+    if spare >= 0:
+        legend = f"{share} at: least rate at which compute takes {share} of the time; -: at none"
+        yield f"{share} at", lambda row: least_rate(row.rates_bps.get(SHOWN_SHARE)), legend
+    if memory is not None:
+        divided = "; /: if fully_shard divides the model inside each machine"
+        divided *= any(row.sharded for row in verdict.rows)
+        yield "memory", room, f"memory: on each device; !: does not fit{divided}"
+    if price is not None:
+        yield "cost", lambda row: "-" if row.cost is None else _money(row.cost), ""
+    legend = (
+        "numbers: same numbers as DDP; larger batch (rarer updates); averaged (rarely); late; "
+        "lossy (encoded)"
     )
-    yield "* the method to take" + ("; + also worth comparing on your model" if compared else "")
-    if any(row.rates_bps for row in verdict.rows):
-        share = _percent(SHOWN_SHARE)
-        yield f"{share} at: least rate at which compute takes {share} of the time; -: at none"
-    if verdict.device_memory is not None:
-        divided = any(row.sharded for row in verdict.rows)
-        text = "; /: if fully_shard divides the model inside each machine" * divided
-        yield f"memory: on each device; !: does not fit{text}"
-    if verbose:
-        yield (
-            "numbers: same numbers as DDP; larger batch (rarer updates); averaged (rarely); late; "
-            "lossy (encoded)"
+    yield "numbers", lambda row: row.method.change, legend * verbose
+    yield "method", lambda row: row.method.label, ""
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> list[str]:
+    """Return lines with aligned columns; the last column is folded."""
+    table = Table(box=None, pad_edge=False, padding=(0, len(GAP), 0, 0))
+    for head in heads:
+        is_text = head in ("numbers", "method")
+        table.add_column(
+            head,
+            justify="left" if is_text else "right",
+            no_wrap=head != "method",
+            overflow="fold",
         )
+    for row in rows:
+        table.add_row(*row)
+    out = StringIO()
+    Console(file=out, width=width, markup=False, emoji=False).print(table)
+    return [line.rstrip() for line in out.getvalue().splitlines()]
 
 
-def _notes(verdict: Verdict, *, verbose: bool) -> Iterator[str]:  # noqa: C901
+def _notes(verdict: Verdict, *, verbose: bool) -> Iterator[str]:
     """Yield remarks about the profile, the network and the number of machines."""
     yield from verdict.advice.notes
     place = verdict.place
@@ -350,11 +321,13 @@ def _notes(verdict: Verdict, *, verbose: bool) -> Iterator[str]:  # noqa: C901
     link = place.profile.default_link
     if link.connections > 1:
         yield f"link {link.name!r} has {link.connections} connections between two machines"
-    for network in place.networks:
-        if network.window_bytes > WINDOW_BYTES:
+    for one in place.profile.links if place.estimated else ():
+        reached = reached_bps(one, place.machines)
+        window_bytes = reached / 8 * 2 * one.asked_latency_s / one.connections
+        if window_bytes > WINDOW_BYTES:
             yield (
-                f"{rate(network.tcp_rate_bps)} with this delay are {size(network.window_bytes)} "
-                f"under way on a connection of link {network.name!r}. Linux allows about "
+                f"{rate(reached)} with this delay are {size(window_bytes)} "
+                f"under way on a connection of link {one.name!r}. Linux allows about "
                 f"{size(WINDOW_BYTES)} by default, so messages may take longer than estimated. "
                 "Raise net.ipv4.tcp_wmem and net.ipv4.tcp_rmem, or use several connections"
             )
@@ -363,16 +336,11 @@ def _notes(verdict: Verdict, *, verbose: bool) -> Iterator[str]:  # noqa: C901
             yield f"{', '.join(names)}: never advised; {reason}"
     if place.estimated and verbose:
         yield "message times are estimated from the rate; `offbeat profile` measures them"
-    if place.devices > 1:
-        yield "messages inside a machine count as free, and its devices share one replica"
-        if (command := launch_command(verdict)) is not None:
-            yield f"on these machines: {command}"
 
 
 def _rate_table(verdict: Verdict, width: int) -> list[str]:
     """Return the least rates in Mbit/s for all shares of computing time, bytes and staleness."""
     shares = sorted({share for row in verdict.rows for share in row.rates_bps})
-    heads = [*map(_percent, shares), "MB sent", "stale", "method"]
     rows = [
         [
             *(_megabits(row.rates_bps[share]) for share in shares),
@@ -383,8 +351,7 @@ def _rate_table(verdict: Verdict, width: int) -> list[str]:
         for row in verdict.rows
         if row.rates_bps
     ]
-    title = "Mbit/s from which compute takes a share of the time; MB sent per iteration:"
-    return [*wrap(title, width, GAP), *_lines([heads, *rows], width)]
+    return _table([*map(_percent, shares), "MB sent", "stale", "method"], rows, width)
 
 
 def _megabits(rate_bps: float | None) -> str:
