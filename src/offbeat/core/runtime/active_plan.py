@@ -223,8 +223,40 @@ class ActivePlan:
         for name in effects.delayed_buffers(self.plan):
             self.flat.restart(self.plan.all_buffers[name])
 
-    def require_unsent(self, iteration: Iteration) -> None:
-        """Raise RuntimeError if the iteration has sent a message to all ranks."""
+    def require_own_steps(self) -> None:
+        """Raise ValueError if the plan updates at other moments than the step, so that the script's
+        own optimizer cannot step by itself."""
+        if self.traits.remedy is not None or not self.traits.allows_own_steps:
+            raise ValueError(
+                f"{type(self._engine.optimizer).__name__} steps by itself, in a method other than "
+                "step() or after a closure that runs backward several times, or is one of several, "
+                "but this strategy updates at other moments than the step; "
+                f"{self.traits.remedy or AT_ONCE}"
+            )
+
+    def require_skippable_step(self) -> None:
+        """Raise ValueError if the update cannot be left out after backward."""
+        if self.traits.late or self.traits.early:
+            remedy = (self.plan.source is None and self.traits.remedy) or AT_ONCE
+            raise ValueError(
+                "skip_step() after backward is too late: this strategy has already sent or applied "
+                f"the gradients in backward; call skip_step() in place of backward, or {remedy}"
+            )
+
+    def require_unsent(self, iteration: Iteration, *, is_broken: bool) -> None:
+        """Raise RuntimeError if the iteration has sent a message to all ranks.
+
+        Args:
+            iteration: iteration to drop.
+            is_broken: whether its backward has ended with an exception.
+        """
+        if is_broken and not self.allows_another_backward(iteration):
+            raise RuntimeError(
+                "a backward pass ended with an exception that was caught, but some of its "
+                "gradients were already sent or applied; start again from the last checkpoint. To "
+                "leave out a batch, decide before backward(), and call model.skip_step() on all "
+                "ranks"
+            )
         if any(m.released is not None and m.transfer.ranks is None for m in iteration.messages):
             raise RuntimeError(
                 "an iteration is under way; consolidate and load between iterations: after "

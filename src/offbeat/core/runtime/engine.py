@@ -34,7 +34,6 @@ from offbeat.core.runtime.hooks import Hooks
 from offbeat.core.runtime.iteration import Iteration, Timestamps
 from offbeat.core.runtime.machine import Event, Machine, State
 from offbeat.core.runtime.transforms import outside_transforms
-from offbeat.core.runtime.updates import AT_ONCE
 from offbeat.core.runtime.waiting import Waiting
 from offbeat.core.transport.control import Control
 from offbeat.core.transport.device import Device, Mark
@@ -384,13 +383,7 @@ class Engine:
 
         Raise ValueError if the plan updates at other moments than the step.
         """
-        if self.traits.remedy is not None or not self.traits.allows_own_steps:
-            raise ValueError(
-                f"{type(self.optimizer).__name__} steps by itself, in a method other than step() "
-                "or after a closure that runs backward several times, or is one of several, but "
-                "this strategy updates at other moments than the step; "
-                f"{self.traits.remedy or AT_ONCE}"
-            )
+        self.run.require_own_steps()
         self.machine.fire(Event.OWN_STEP)
 
     def note_scaler_step(self, *, steps: bool) -> None:
@@ -406,14 +399,9 @@ class Engine:
         then count as zero. Raise ValueError if the backward of this iteration has ended and its
         gradients were already sent or applied.
         """
-        late = self.traits.late
-        if self.awaits_step and (late or self.traits.early):
-            remedy = (self.plan.source is None and self.traits.remedy) or AT_ONCE
-            raise ValueError(
-                "skip_step() after backward is too late: this strategy has already sent or applied "
-                f"the gradients in backward; call skip_step() in place of backward, or {remedy}"
-            )
-        return not late
+        if self.awaits_step:
+            self.run.require_skippable_step()
+        return not self.traits.late
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Zero the gradients in place, each after its last use. Gradients that are never sent
@@ -654,15 +642,7 @@ class Engine:
         """Drop an iteration of which nothing was sent, such as one whose backward has ended with an
         exception that the script has caught."""
         now = self._now
-        is_broken = self.machine.state is State.BACKWARD
-        if is_broken and not self.run.allows_another_backward(now):
-            raise RuntimeError(
-                "a backward pass ended with an exception that was caught, but some of its "
-                "gradients were already sent or applied; start again from the last checkpoint. To "
-                "leave out a batch, decide before backward(), and call model.skip_step() on all "
-                "ranks"
-            )
-        self.run.require_unsent(now)
+        self.run.require_unsent(now, is_broken=self.machine.state is State.BACKWARD)
         self.forget()
 
     def forget(self) -> None:
