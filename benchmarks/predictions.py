@@ -303,7 +303,7 @@ def predict(stored: Mapping[str, Any]) -> tuple[float, str | None]:
     The plan is made anew, as the runtime made it. Strategies with servers and gossip have none.
     """
     from offbeat.core.derive.broadcast import with_broadcast
-    from offbeat.core.guards.script_usage import strategy_that_runs
+    from offbeat.core.guards.suitable_strategy import strategy_that_runs
     from offbeat.core.profile import Profile
     from offbeat.core.strategy.parsing import parse
     from offbeat.experiments import predictions

@@ -12,7 +12,8 @@ import pytest
 
 from offbeat import Plan
 from offbeat.cli import entry as cli
-from offbeat.core.guards.script_usage import conflict_with, strategy_that_runs
+from offbeat.core.guards.script_usage import conflict_with
+from offbeat.core.guards.suitable_strategy import strategy_that_runs
 from offbeat.core.sim.trace import Trace
 from offbeat.core.strategy.parsing import parse, text_of
 from offbeat.core.strategy.registry import BUILT_IN, find, module_names

@@ -28,7 +28,7 @@ from offbeat.cli.options import (
 )
 from offbeat.cli.output import print_result, terminal_width
 from offbeat.core.files import write_text
-from offbeat.core.guards.script_usage import strategy_that_runs
+from offbeat.core.guards.suitable_strategy import strategy_that_runs
 from offbeat.core.profile import Profile
 from offbeat.core.strategy.interface import Strategy, planned
 from offbeat.core.strategy.parsing import text_of

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -30,7 +30,6 @@ from offbeat.elastic.state import Bytes, create_tensors, shapes_of, tensors_of
 
 if TYPE_CHECKING:
     from offbeat.elastic.members import JobMember
-    from offbeat.elastic.session import MemberSession
     from offbeat.membership import Epoch, JoinRequest, Rendezvous
 
 FEED_SHARE = 0.25  # share of the network's rate for a state that is sent while the members train
@@ -181,6 +180,23 @@ class StateSender:
             one.close()
 
 
+class Sending(Protocol):
+    """Session whose state is sent ahead."""
+
+    @property
+    def sends_state_ahead(self) -> bool:
+        """Whether the state is large and may differ between members."""
+        ...
+
+    @property
+    def network_bytes_per_s(self) -> float:
+        """Rate of the network."""
+        ...
+
+    def copy_state(self) -> Any:
+        """Return a copy of the state."""
+
+
 class StateSenders:
     """Copies of the optimizer's state of the first rank for processes that request to join.
 
@@ -192,7 +208,7 @@ class StateSenders:
         timeout_s: longest wait for a joining process, in seconds.
     """
 
-    def __init__(self, member: JobMember, session: MemberSession, timeout_s: float) -> None:
+    def __init__(self, member: JobMember, session: Sending, timeout_s: float) -> None:
         self._member, self._session, self._timeout_s = member, session, timeout_s
         self._senders: dict[str, tuple[int, StateSender]] = {}  # by member, with the epoch
         self._pace = Pace()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from torch import Tensor
 
@@ -20,6 +20,7 @@ from offbeat.core.runtime.training_job import TrainingJob
 from offbeat.core.strategy.interface import Planned
 from offbeat.elastic import feed as member_feed
 from offbeat.elastic.changes import MemberChanges
+from offbeat.elastic.members import JobMember
 from offbeat.elastic.profile import for_members, iterations_between_boundaries
 from offbeat.elastic.samples import MemberSamples, Stream, require_equal_settings
 from offbeat.elastic.state import Feeding
@@ -42,14 +43,13 @@ class MemberSession(FlatSession):
 
     def __init__(self, strategy: Planned, job: TrainingJob, flat: Flat) -> None:
         super().__init__(strategy, job, flat)
-        assert job.member is not None
-        self._member = job.member
-        self.changes = MemberChanges(job.member, self, job.cluster)
+        self._member = member = cast(JobMember, job.member)
+        self.changes = MemberChanges(member, self, job.cluster)
         self.samples: MemberSamples | None = None
         self._stream_state: tuple[Any, Any] | None = None  # of the job that this rank has joined
         self._joined: Mapping[int, Mapping[str, Any]] = {}  # by rank, in the newest epoch
         self._has_joined = False  # whether this process has joined a running job
-        self._replicas = [*job.member.epoch.members]  # members to which the profile refers
+        self._replicas = [*member.epoch.members]  # members to which the profile refers
 
     def begin(self) -> None:
         if self._job.joining is None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from offbeat.core import sim
-from offbeat.core.guards.script_usage import strategy_that_runs
+from offbeat.core.guards.suitable_strategy import strategy_that_runs
 from offbeat.core.plan import Plan
 from offbeat.core.profile import Profile
 from offbeat.core.sim import Votes

@@ -139,7 +139,7 @@ def _boot_arguments(control: socket.socket, events: socket.socket) -> str:
     return json.dumps(
         {
             "path": [entry or os.getcwd() for entry in sys.path],  # noqa: PTH109 (text wanted)
-            "packages": [("offbeat", str(here.parent)), ("offbeat.lab", str(here))],
+            "packages": [("offbeat", str(here.parent)), (str(__package__), str(here))],
             "arguments": [control.fileno(), events.fileno(), os.getpid()],
         }
     )

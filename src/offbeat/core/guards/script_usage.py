@@ -1,5 +1,4 @@
-"""Use of gradients and weights by a script between backward and step, from its first iterations,
-and the strategy that suits it."""
+"""Use of gradients and weights by a script between backward and step, from its first iterations."""
 
 from __future__ import annotations
 
@@ -8,10 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from offbeat.core.derive import effects
 from offbeat.core.derive.deferred import early_remedy
-from offbeat.core.derive.traits import PlanTraits
 from offbeat.core.plan import Plan
-from offbeat.core.profile import Profile, ScriptUsage
-from offbeat.core.strategy.interface import Planned, Strategy
+from offbeat.core.profile import ScriptUsage
 
 if TYPE_CHECKING:
     from offbeat.core.transport.control import Control
@@ -45,26 +42,6 @@ def conflict_with(usage: ScriptUsage, plan: Plan) -> str | None:
     return " and ".join(words) or None
 
 
-def suitable_strategy(strategy: Planned, plan: Plan, usage: ScriptUsage) -> Planned:
-    """Return the strategy, or its variant if the usage does not allow the strategy's plan.
-
-    Raises:
-        ValueError: there is no variant that suits the script.
-    """
-    why = conflict_with(usage, plan)
-    if why is None:
-        return strategy
-    if (variant := strategy.at_step()) is not None:
-        return variant
-    why = conflict_with(replace(usage, hooks=False), plan)
-    if why is None:  # `StepHooks` allows hooks that only count, for example
-        return strategy
-    raise ValueError(
-        f"the script {why}, but {strategy} applies gradients bucket by bucket, at other times; "
-        f"{early_remedy(plan)}"
-    )
-
-
 def scaler_remedy(plan: Plan) -> str | None:
     """Return why GradScaler cannot unscale the gradients of a plan, and the alternative; None if it
     can."""
@@ -72,29 +49,6 @@ def scaler_remedy(plan: Plan) -> str | None:
         return "gradients of several scales cannot be unscaled together; use WFBP()"
     remedy = early_remedy(plan)
     return remedy and f"they are applied bucket by bucket, at other times; {remedy}"
-
-
-def strategy_that_runs(strategy: Strategy, profile: Profile) -> Strategy:
-    """Return the strategy, or its variant if the script of the profile needs one.
-
-    Raises:
-        ValueError: the strategy has no plan for this profile, or none that suits the script.
-    """
-    usage = profile.usage
-    if usage == ScriptUsage() or not isinstance(strategy, Planned):
-        return strategy
-    plan = strategy.plan(profile)
-    suitable = suitable_strategy(strategy, plan, usage)
-    if suitable is not strategy and (usage.scales or usage.drives):
-        plan = suitable.plan(profile)
-    if usage.scales and (remedy := scaler_remedy(plan)):
-        raise ValueError(f"the script uses a GradScaler with {strategy}, but {remedy}")
-    if usage.drives and not PlanTraits(plan).allows_own_steps:
-        raise ValueError(
-            "the script steps through several optimizers, or through methods of one, but "
-            f"{strategy} updates at other moments than the step; use WFBP()"
-        )
-    return suitable
 
 
 class UsageRecorder:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 from offbeat.core.plan import CHANNEL, INSIDE
 
 if TYPE_CHECKING:
-    from offbeat.core.profile import Bucket, Contention, Link, Profile
+    from offbeat.core.profile.facts import Profile
+    from offbeat.core.profile.records import Bucket, Contention, Link
 
 HALVES = ("reduce_scatter", "all_gather")
 POSITIVE = ("bytes_per_s", "asked_rate_bps", "pair_bytes_per_s", "element_bytes")  # not 0

@@ -20,8 +20,8 @@ from offbeat.core.guards.script_usage import (
     UsageRecorder,
     combine_usage,
     conflict_with,
-    suitable_strategy,
 )
+from offbeat.core.guards.suitable_strategy import suitable_strategy
 from offbeat.core.parts import part
 from offbeat.core.plan import INSIDE, Plan, base_link, vote_channel
 from offbeat.core.profile import Profile, ScriptUsage

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
@@ -21,7 +21,6 @@ from offbeat.core.transport.control import Control
 from offbeat.core.transport.job_place import SERVERS_VARIABLE
 
 if TYPE_CHECKING:
-    from offbeat.elastic.members import JobMember
     from offbeat.jobs.stopping import StopRequest
     from offbeat.lab.pace import Pace
 
@@ -84,6 +83,13 @@ class RankRoles:
     servers: range
 
 
+class Member(Protocol):
+    """This process as a member of a job whose members may change; `settings` are those of the
+    job's plans."""
+
+    settings: Any
+
+
 @dataclass(frozen=True)
 class TrainingJob:
     """Objects of one rank with which a strategy opens its session.
@@ -113,7 +119,7 @@ class TrainingJob:
     ranks: RankRoles
     recorder: Recorder | None
     stop_request: StopRequest | None = None
-    member: JobMember | None = None
+    member: Member | None = None
     joining: Mapping[str, Any] | None = None
 
     def open_connections(self) -> None:

@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any, Literal
 
 from offbeat.core.derive.lean import leaves_gradients
-from offbeat.core.guards.script_usage import strategy_that_runs
+from offbeat.core.guards.suitable_strategy import strategy_that_runs
 from offbeat.core.plan import INSIDE, Phases, Plan, base_link
 from offbeat.core.profile import Profile
 from offbeat.core.sim import Prediction, predict, predict_plan

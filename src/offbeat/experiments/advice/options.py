@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from offbeat.core.derive.windows import Windows
-from offbeat.core.guards.script_usage import strategy_that_runs
+from offbeat.core.guards.suitable_strategy import strategy_that_runs
 from offbeat.core.plan import Plan
 from offbeat.core.profile import Profile
 from offbeat.core.sim import Prediction, predict
