@@ -16,7 +16,7 @@ from torch import Tensor
 
 from offbeat.core.transport.collectives import Collectives, _no_send
 from offbeat.core.transport.device import CPU
-from offbeat.core.transport.link import LinkThread, Message
+from offbeat.core.transport.link import Fate, LinkThread, Message
 from offbeat.plan import Moment, Verb, transfer
 
 TRANSFER = transfer(
@@ -183,6 +183,7 @@ def test_what_is_passed_over_lets_the_next_one_go() -> None:
         assert all(message.wait(LONG_S) for message in messages)
     assert issued == [0, 2]
     assert (messages[1].start, messages[1].error) == (None, None)
+    assert [message.fate for message in messages[:2]] == [Fate.ARRIVED, Fate.SKIPPED]
     assert link.bytes_sent == 2 * 8
 
 
