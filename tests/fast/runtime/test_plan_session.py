@@ -164,7 +164,7 @@ def test_rules_that_use_a_message_that_the_members_have_skipped_are_left_out(
     actions.votes, actions.context = Mock(), Mock()
     actions._links = {"net": link}
     actions._flat = Mock()
-    message = SimpleNamespace(transfer=sent)
+    message = SimpleNamespace(transfer=sent, contents=Mock())
     iteration: Any = SimpleNamespace(messages=[message], planned=4)
     assert not actions.release(iteration, 0)
     link.skip.assert_called_once_with(message)

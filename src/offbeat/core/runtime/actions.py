@@ -144,11 +144,11 @@ class TensorActions:
 
     def release(self, iteration: Iteration, index: int) -> bool:
         message = iteration.messages[index]
-        t = message.transfer
+        t, contents = message.transfer, message.contents
         link = self._links[t.link]
         if self.lost is not None:
             return self._release_after_failure(message, link, self.lost)
-        contents = self.contents(iteration.planned)[index]
+        assert contents is not None
         if not self.votes.allows(t, iteration.planned):
             iteration.spared_bytes += contents.size_bytes(link.collectives.size)
             link.skip(message)

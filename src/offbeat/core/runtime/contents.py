@@ -71,10 +71,6 @@ class StoredContents(Contents):
         """Return the tensors of a message that this rank only receives."""
         raise NotImplementedError
 
-    def size_bytes(self, ranks: int) -> int:
-        """Return the bytes of a message between `ranks` ranks."""
-        raise NotImplementedError
-
     def _copy(self, message: Message) -> int:
         """Return the index of the copy of the target for a result: the newest one, or the copy
         from which it was taken."""

@@ -50,6 +50,10 @@ class Contents(Protocol):
     def put(self, message: Message) -> None:
         """Store the result of a message that has arrived."""
 
+    def size_bytes(self, ranks: int) -> int:
+        """Return the bytes of a message between `ranks` ranks."""
+        ...
+
 
 @dataclass(slots=True, eq=False)
 class Message:
