@@ -90,7 +90,7 @@ def _rank_lanes(window: Window, rank: int) -> Iterator[Lane]:
         noun = f"{boxes.NOUNS.get(span.kind, span.kind)} {range_}" if look == "n" else ""
         if look in "fb" and not range_:
             noun = span.kind
-        return Box(*times, look, describe(span), noun, range_, span.buckets)
+        return Box(*times, look, describe(span), noun, range_)
 
     marks = window.bounds_s(rank)
     compute = [box(span) for span in spans if span.lane == COMPUTE]

@@ -113,7 +113,6 @@ register_parts(
         "offbeat.elastic.profile:for_members",
         "offbeat.elastic.profile:plan_of_members",
         "offbeat.elastic.session:MemberSession",
-        "offbeat.experiments.record.recorder:RunRecorder",
         "offbeat.jobs.meter:open_meter",
         "offbeat.jobs.metrics:metrics_of",
         "offbeat.jobs.machine_load:LoadSampler",

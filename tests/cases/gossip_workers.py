@@ -17,9 +17,9 @@ from torch import Tensor
 
 import offbeat
 from cases.models import Case, batch, build_model, build_optimizer, build_scheduler, loss_of
+from cases.tiny_runs import data_of
 from cases.workers import rank, snapshot, world_size
 from offbeat.core.transport.control import Control
-from offbeat.experiments.record.record_file import path_of, read
 from offbeat.gossip import pairs
 from offbeat.gossip import session as gossip_session
 from offbeat.gossip.clock import Clock, Line
@@ -130,7 +130,7 @@ def recorded(
     job.write_text(json.dumps({"schema": 1, "record_dir": directory}))
     os.environ["OFFBEAT_JOB"] = str(job)
     gossip(case, strategy, iterations, None, exchanges)
-    return read(path_of(directory, rank()))
+    return data_of(directory, rank())
 
 
 def pass_on(model: Any, optimizer: Any, case: Case) -> None:

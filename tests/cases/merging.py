@@ -27,7 +27,7 @@ from cases.schedules import CASE, Now, Script, follow, go_on, started
 from cases.workers import Trained, bits, prepared, rank, snapshot, world_size
 from offbeat import WFBP, Plan, Planned, Profile, Strategy
 from offbeat.core.runtime import job_profile
-from offbeat.experiments.record.record_file import path_of, read
+from offbeat.jobs.record_lines import rank_file, read_rank
 from offbeat.plan import Apply, Buffer, Merge, Moment, Phases, local, transfer
 from offbeat.profile import Link
 from offbeat.strategies import convergence as guard
@@ -219,7 +219,7 @@ class Watched:
     strategies: list[str]  # of the plan after each iteration
     periods: list[int]
     warnings: list[str]
-    decisions: list[dict[str, Any]]
+    decisions: list[tuple[int, str]]  # with warnings
     united: str  # hash of all bits after consolidate()
 
 
@@ -255,7 +255,9 @@ def train_guarded(
             trained = Trained(snapshot(model.state_dict()), snapshot(optimizer.state_dict()))
             model.consolidate(repair=rates[0] != rates[1])
             united = bits(model)
-    decisions = read(path_of(directory, rank()))["decisions"]
+    events = read_rank(rank_file(Path(directory), rank())).events
+    told = [one for one in events if one["event"] in ("decision", "warning") and one["iteration"]]
+    decisions = [(one["iteration"], one["text"]) for one in told]
     rmtree(directory)
     texts = [str(w.message) for w in caught]
     return Watched(trained, names, periods, texts, decisions, united)

@@ -237,7 +237,7 @@ class Entry:
     plan: Plan
     pace: float = 0.03
     settings: Mapping[str, Any] | None = None
-    decisions: Sequence[Mapping[str, Any]] = ()
+    decisions: Sequence[tuple[int, str]] = ()
 
 
 def write_run(
@@ -361,7 +361,7 @@ def three(facts: Profile) -> list[Entry]:
 
 def late(facts: Profile) -> list[Entry]:
     """DDP, merged generations on two links, and halves on two channels."""
-    again = {"iteration": 40, "what": "planned again with more capacity", "capacity": 1.1}
+    again = (40, "planned again with more capacity")
     return [
         Entry("ddp", "ddp", every_gradient(facts), pace=0.045),
         Entry("deft", "deft", merged(facts), 0.036, decisions=[again]),

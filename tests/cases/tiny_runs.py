@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from offbeat.core.sim.trace import Span, Trace
-from offbeat.experiments.record.record_file import RecordWriter, path_of
+from offbeat.experiments.record.run_directory import read_record
+from offbeat.jobs.record_lines import LineWriter, rank_file
 
 
 def record(
@@ -59,17 +61,43 @@ def write_tiny(
 
 
 def write_record(folder: Path, data: Mapping[str, Any]) -> None:
-    """Write a result of `record`, or of the reader of records, as one block. `cut`: not closed."""
+    """Write a result of `record` or `data_of` as the lines of a rank. `cut`: without an end."""
     trace = data["trace"]
-    block = {name: value for name, value in data.items() if name not in ("trace", "cut")}
-    block |= {name: trace[name] for name in ("spans", "period", "uneven", "notes")}
-    block |= {"first": 0, "ends_s": trace["ends_s"][0], "closed": not data.get("cut")}
-    block["losses"] = [[i, loss] for i, _, loss in data.get("losses", ())]
-    block["metrics"] = {
-        name: [[i, value] for i, _, value in values]
-        for name, values in data.get("metrics", {}).items()
-    }
-    RecordWriter(path_of(folder, data["rank"])).append(block)
+    writer = LineWriter(folder, data["rank"])
+    writer.line("head", rank=data["rank"])
+    for kind in ("decision", "warning"):
+        for event in data.get(f"{kind}s", ()):
+            iteration, text = (0, event) if isinstance(event, str) else event
+            writer.line("event", event=kind, iteration=iteration, text=text)
+    writer.line(
+        "spans", spans=trace["spans"], notes=trace.get("notes", {}), sample=data.get("sample")
+    )
+    writer.line(
+        "iterations",
+        first=0,
+        strategy=data["strategy"],
+        observed=data["observed"],
+        emulated=data["emulated"],
+        period=trace["period"],
+        uneven=trace["uneven"],
+        ends_s=trace["ends_s"][0],
+        losses=[[i, loss] for i, _, loss in data.get("losses", ())],
+        without_update=list(data.get("without_update", ())),
+        votes=data.get("votes", {}),
+        metrics={
+            name: [[i, value] for i, _, value in values]
+            for name, values in data.get("metrics", {}).items()
+        },
+    )
+    if not data.get("cut"):
+        writer.line("end", how="ended", bytes=data.get("bytes"), pace=data.get("pace"))
+
+
+def data_of(folder: str | Path, rank: int) -> dict[str, Any]:
+    """What one rank has written, in the form of `record`."""
+    found = read_record(rank_file(Path(folder), rank))
+    data = {field.name: getattr(found, field.name) for field in fields(found)}
+    return {**data, "trace": found.trace.to_dict(), "bytes": data.pop("sent_bytes")}
 
 
 def dump(path: Path, data: Any) -> None:

@@ -22,7 +22,6 @@ from offbeat.core.strategy.parsing import create_from_texts, pairs, parts, strat
 from offbeat.core.strategy.registry import read_plan, setting_names
 from offbeat.core.verify.check import raise_if_wrong
 from offbeat.experiments.device_speed import DeviceSpeed
-from offbeat.experiments.record.record_file import read
 from offbeat.jobs.reported import LOSS, is_name
 
 if TYPE_CHECKING:  # imported by the commands that need it
@@ -259,7 +258,7 @@ def parse_votes(text: str | None, chosen: Strategy | Plan, facts: Profile) -> Vo
 
     path = Path(text)
     require_file(path, "give a share of yes such as .2, or the rank0.jsonl of a run")
-    outcomes = outcomes_of(read(path))
+    outcomes = outcomes_of(path)
     if not outcomes:
         raise ValueError(f"{path} must be the record of a run with votes")
     return outcomes

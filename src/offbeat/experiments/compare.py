@@ -40,8 +40,6 @@ from offbeat.experiments.new_run import (
 from offbeat.experiments.predictions import device_record, predict, vote_outcomes
 from offbeat.experiments.profile_for_network import ConvertedProfile, compute_for
 from offbeat.experiments.progress import Progress
-from offbeat.experiments.record import record_file as blocks
-from offbeat.experiments.record.record_file import records_in
 from offbeat.experiments.record.run_directory import (
     BEFORE,
     PROBLEM,
@@ -50,6 +48,7 @@ from offbeat.experiments.record.run_directory import (
     load_repetition,
 )
 from offbeat.experiments.script import script_name
+from offbeat.jobs.record_lines import last_lines, rank_file, rank_files
 from offbeat.jobs.words import count_text, duration
 from offbeat.lab import Lab, LabError, NoLab
 
@@ -126,9 +125,9 @@ def _write_result(record: dict[str, Any], outcome: Outcome) -> None:
     """Write run.json again and, if anything was measured, the report."""
     run_dir = outcome.run_dir
     record["interrupted"] = outcome.interrupted
-    if outcome.measured or any(map(records_in, run_dir.glob("*/rep*"))):
-        record |= {"emulated": _has_emulated_record(run_dir), "changed": outcome.changed}
+    if outcome.measured or any(map(rank_files, run_dir.glob("*/rep*"))):
         record |= {"contestants": contestant_entries(outcome.contestants), "notes": outcome.notes}
+        record["changed"] = outcome.changed
         record["device"] = outcome.device
         write_json(run_dir / "run.json", record)
         outcome.report = report.write(run_dir)
@@ -351,7 +350,7 @@ class _ComparisonRun(Launcher):
                 contestant.strategy,
                 arguments=contestant.arguments,
                 seed=comparison.seeds[repetition],
-                count=partial(blocks.iterations_so_far, blocks.path_of(directory, 0)),
+                count=partial(iterations_so_far, rank_file(directory, 0)),
                 profile=str(path.absolute()),
                 pace=Profile.load(path).pace or None,
                 record_dir=str(directory.absolute()),
@@ -364,7 +363,7 @@ class _ComparisonRun(Launcher):
             raise
         where = {"strategy": contestant.label, "repetition": repetition}
         self.outcome.changed += [{**where, **change} for change in changes]
-        if problem is None and not records_in(directory):
+        if problem is None and not rank_files(directory):
             script = script_name(self.setup.script)
             problem = f"{script} left no record in {directory}; {MUST_PREPARE}"
         if problem is None:
@@ -443,9 +442,10 @@ def _named_path(run_dir: Path) -> Path:
     return measured if measured.exists() else run_dir / "reading" / "strategy.json"
 
 
-def _has_emulated_record(run_dir: Path) -> bool:
-    found = (record for folder in run_dir.glob("*/rep*") for record in records_in(folder))
-    return any(blocks.first_block(record).get("emulated") for record in found)
+def iterations_so_far(path: Path) -> int:
+    """Return the number of iterations in a record that may still grow; 0 without a file."""
+    own = (line for line in last_lines(path) if line["kind"] == "iterations")
+    return next((line["first"] + len(line["ends_s"]) for line in own), 0)
 
 
 def _seconds_in_words(rep: Repetition) -> str:

@@ -18,7 +18,7 @@ from offbeat.core.strategy.interface import Planned, Strategy, planned
 from offbeat.experiments.comparison import Contestant
 from offbeat.experiments.device_speed import Compute, DeviceSpeed
 from offbeat.experiments.new_run import SKIP, write_json
-from offbeat.experiments.record import record_file
+from offbeat.jobs.record_lines import rank_file, read_rank
 
 
 def predict(
@@ -95,15 +95,15 @@ def device_record(
     return {**Compute.of(profile, device).record(), "seconds": seconds}
 
 
-def outcomes_of(record: dict[str, Any]) -> dict[str, list[bool]]:
-    """Return the outcome of each vote in each iteration, by name of the vote, from a record."""
-    by_vote = record.get("votes", {}).get("by_vote", {})
+def outcomes_of(path: Path) -> dict[str, list[bool]]:
+    """Return the outcome of each vote in each iteration, by name of the vote, from the record of a
+    rank. Raise OSError or ValueError if it cannot be read."""
+    by_vote = read_rank(path).iterations.votes.get("by_vote", {})
     return {name: [bool(yes) for yes in columns["yes"]] for name, columns in by_vote.items()}
 
 
 def vote_outcomes(repetition: Path) -> dict[str, list[bool]]:
     """Return the vote outcomes of a repetition from the record of rank 0."""
-    records = record_file.records_in(repetition)
-    with suppress(ValueError):  # killed before its first block
-        return outcomes_of(record_file.read(records[0])) if records else {}
+    with suppress(FileNotFoundError):
+        return outcomes_of(rank_file(repetition, 0))
     return {}

@@ -78,6 +78,7 @@ class JobMonitor:
         self._line_due_s, self._line_every_s = self._began_s + FIRST_LINE_S, FIRST_LINE_S
         self._planned: tuple[Plan | None, Profile | None] | None = None  # not yet predicted
         self._first = 0  # first iteration of the strategy
+        self._suffix = ""  # of the files of the newest plan
         self._outlook: Outlook | None = None
         labels = SinkLabels(
             facts["job_name"],
@@ -104,11 +105,13 @@ class JobMonitor:
         """Handle the plan that begins with an iteration, or the start of a strategy without a
         plan."""
         is_first = self._planned is None and self._outlook is None and not self._number
-        suffix = "" if is_first else f"-{iteration}"
+        # A variant that the first iteration of the script requires takes the place of the plan.
+        if not is_first and iteration > self._first + 1:
+            self._suffix = f"-{iteration}"
         self._planned, self._first = (plan, profile), iteration
         for name, part in (("plan", plan), ("profile", profile)):
             if part is not None and self._writer is not None:
-                self._writer.replace(f"{name}{suffix}.json", part.to_dict())
+                self._writer.replace(f"{name}{self._suffix}.json", part.to_dict())
 
     def on_members(self, numbers: Sequence[int]) -> None:
         """Handle a change of the members of the job.

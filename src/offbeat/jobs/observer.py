@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -30,6 +30,7 @@ from offbeat.core.transport.job_place import current_servers
 from offbeat.core.transport.peer_errors import describe_exception
 from offbeat.jobs.board import Board
 from offbeat.jobs.interval import Interval, combine
+from offbeat.jobs.iteration_log import IterationLog
 from offbeat.jobs.monitor import JobMonitor
 from offbeat.jobs.record_folder import describe_removal, new_run, previous_attempt, remove_above
 from offbeat.jobs.record_lines import RUN_FILE, BackgroundWriter
@@ -52,7 +53,6 @@ SAMPLE_S = 60.0  # least time between two samples of the parameters, by the prof
 SAMPLE_ITERATIONS = 1000  # iterations between two samples without a profile
 FLUSH_S = 3.0  # longest wait for the record folder at the end
 MOST_TEXT = 2000  # characters of the text of an error
-MOST_ITERATIONS = 1 << 16  # single iterations in a line of the record
 EPOCH_BOARD = "members"  # name of the board of an epoch, whose store has no other board
 
 
@@ -72,8 +72,6 @@ class JobObserver(Recorder):
         joining: see `join_observer`, in a process that joins a running job.
     """
 
-    splits_every: ClassVar[int] = 16
-
     def __init__(
         self,
         settings: JobSettings,
@@ -85,6 +83,7 @@ class JobObserver(Recorder):
     ):
         super().__init__()
         control = cluster.control
+        self.every_bucket, self.splits_every = settings.every, 1 if settings.every else 16
         self._device, self._clock = cluster.device, clock
         self._settings, self._strategy, self._control = settings, strategy, control
         self._names, self._number = [*members], control.rank
@@ -101,7 +100,6 @@ class JobObserver(Recorder):
         self._began_s = time.monotonic()
         self._due_s, self._line_due_s = self._began_s + INTERVAL_S, self._began_s
         self._unwritten: list[Interval] = []
-        self._microseconds: list[int] = []
         self._elements: SampledElements | None = None
         self._sample_every = SAMPLE_ITERATIONS
         self._before = 0 if joining is None else joining["before"]  # iterations of processes before
@@ -113,23 +111,31 @@ class JobObserver(Recorder):
         self._windows: Windows | None = None
         self._profile: Profile | None = None
         self._metrics: dict[str, list[float]] = {}
+        self._sent: Mapping[str, int] = {}  # bytes of this rank by link, at the end
         own = {**process_facts(), **versions()}
         if joining is None:
-            own["id"] = new_run(settings.record if control.rank == 0 else None, clock())
+            kept = settings.record if control.rank == 0 and not settings.every else None
+            own["id"] = new_run(kept, clock())
             self._facts = self._job_facts(cluster, control.gather(own))
         self.id = run_id = str(self._facts["id"])
         self._writer: BackgroundWriter | None = None
         self._timelines: Timelines | None = None
-        self.keeps_end = settings.record is not None
+        self._log: IterationLog | None = None
+        self.keeps_end = settings.record is not None and not settings.every
         if settings.record:
-            folder = Path(settings.record) / run_id
+            folder = Path(settings.record) / ("" if settings.every else run_id)
             self._writer = BackgroundWriter(folder, self._number, clock)
-            self._timelines = Timelines(self._writer, self._number, cluster.device, self.origin_s)
             self._line("head", id=self.id, rank=self._number, world_size=control.world_size,
                        host=own["host"], pid=own["pid"])  # fmt: skip
+            if settings.every:
+                self.notes |= cluster.topology.record()
+                self._log = IterationLog(self, self._line, self._number, cluster.device)
+            else:
+                own_clock = cluster.device, self.origin_s
+                self._timelines = Timelines(self._line, self._number, *own_clock)
         self.monitor: JobMonitor | None = None
-        if control.rank == 0 and settings.record is not None and settings.record_limit is not None:
-            removal = remove_above(Path(settings.record), settings.record_limit, run_id)
+        if control.rank == 0 and self.keeps_end and settings.record_limit is not None:
+            removal = remove_above(Path(settings.record or ""), settings.record_limit, run_id)
             if removal.runs:
                 console.print("record", describe_removal(removal))
         if control.rank == 0:
@@ -194,10 +200,14 @@ class JobObserver(Recorder):
         self, strategy: str, plan: Plan | None, observed: int, profile: Profile | None = None
     ) -> None:
         self._close_interval(write=True)
+        if self._log is not None:
+            self._log.complete()
         if profile is not None:
             self._total = None  # iterations that were measured are none of the strategy
             self._line("start", iteration=self._next)
         self.plan = plan
+        if self._log is not None:
+            self._log.start(strategy, observed)
         self._set_windows(plan)
         self._profile = profile
         if profile is not None:
@@ -207,6 +217,8 @@ class JobObserver(Recorder):
 
     def set_plan(self, plan: Plan, profile: Profile | None = None) -> None:
         self._profile = self._profile if profile is None else profile
+        if self._log is not None:
+            self._log.complete()
         if self.plan is not None and plan is not self.plan:
             self._close_interval(write=True)
             self._set_windows(plan)
@@ -222,6 +234,8 @@ class JobObserver(Recorder):
     def on_step_begin(self, iteration: int) -> None:
         if (loss := self._tap.take()) is not None:
             self._tally.add_loss(loss)
+        if self._log is not None:
+            self._log.begin_step(iteration, loss)
         before = self._session.iteration - iteration if self._session is not None else 0
         if before != self._before:  # a checkpoint was loaded
             self._close_interval(write=True)
@@ -233,12 +247,16 @@ class JobObserver(Recorder):
         applied = applied and not done.skipped and not done.abandoned
         self._tally.add(done, self._before + done.number, applied)
         now_s = time.monotonic()
+        if self._log is not None:
+            self._log.add(done)
         if self._timelines is not None:
-            self._timelines.add(done, self.plan, self._before, now_s)
+            self._timelines.add(done, self.plan, self._before)
         if now_s >= self._due_s:
             self._close_interval()
 
     def set_sample(self, create: Callable[[], Sample] | None) -> None:
+        if self._log is not None:
+            self._log.set_sample(create)
         # A copy from a GPU would wait for the device.
         if create is None or self._device_type != "cpu":
             self._elements = None
@@ -246,6 +264,8 @@ class JobObserver(Recorder):
             self._elements = create().elements
 
     def on_step_end(self, iteration: int) -> None:
+        if self._log is not None:
+            self._log.end_step(iteration)
         if self._elements is not None and (iteration + 1) % self._sample_every == 0:
             self._board.post_sample(iteration // self._sample_every, self._elements)
 
@@ -314,6 +334,7 @@ class JobObserver(Recorder):
                        text="restarted by torchrun")  # fmt: skip
 
     def write(self, bytes_sent: Mapping[str, int]) -> None:
+        self._sent = bytes_sent
         error = sys.exc_info()[1] or getattr(sys, "last_value", None)
         if error is None or (isinstance(error, SystemExit) and not error.code):
             self.end("ended")
@@ -338,8 +359,11 @@ class JobObserver(Recorder):
         if how in ("ended", "left"):
             self._tally.end()
         self._close_interval(write=True)
-        self._line("end", how=how, iteration=self._next, text=text,
-                   **({"waited": True} if waited else {}))  # fmt: skip
+        facts: dict[str, Any] = {"waited": True} if waited else {}
+        if self._log is not None:
+            self._log.end()
+            facts |= {"bytes": dict(self._sent), "pace": self.pace}
+        self._line("end", how=how, iteration=self._next, text=text, **facts)
         self._board.close()
         if self.monitor is not None:
             self.monitor.on_end(how, text, self._total, self._count)
@@ -367,8 +391,6 @@ class JobObserver(Recorder):
         """
         now_s = time.monotonic()
         self._due_s = now_s + INTERVAL_S
-        room = MOST_ITERATIONS - len(self._microseconds)
-        self._microseconds += self._tally.iterations_us[:room]
         interval = self._tally.close_interval()
         if interval is not None:
             self._total = interval if self._total is None else combine([self._total, interval])
@@ -384,18 +406,19 @@ class JobObserver(Recorder):
             if self._unwritten:
                 interval = combine(self._unwritten)
                 self._writer.line("interval", **interval.to_dict())
-                self._writer.detail("iterations", first=interval.first, us=self._microseconds)
             for name, values in self._metrics.items():
                 mean, last = sum(values) / len(values), self._next - 1
                 self._writer.line("metric", iteration=last, name=name, value=mean, n=len(values))
-        self._unwritten, self._microseconds, self._metrics = [], [], {}
+        self._unwritten, self._metrics = [], {}
 
     def _add_metric(self, name: str, value: float) -> None:
         """Record a metric that the script reports: one line per interval, with the mean.
 
         NaN and infinity are left out, because JSON cannot hold them.
         """
-        if math.isfinite(value):
+        if self._log is not None:
+            self._log.add_metric(name, value)
+        elif math.isfinite(value):
             self._metrics.setdefault(name, []).append(value)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,12 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from offbeat.jobs.record_lines import ALIVE_FILE, RUN_FILE
+from offbeat.jobs.record_lines import ALIVE_FILE, RUN_FILE, last_lines, rank_files
 from offbeat.jobs.words import count_text, size
 
 ALIVE_TIMEOUT_S = 10.0  # rank 0 is silent if its files do not change for this time
 IDLE_S = 3600.0  # a run without an end is removed only if nothing was written for this time
-TAIL_BYTES = 1 << 17  # more than the longest line of a rank
 PAGE_FILE = "report.html"
 OWN_FILES = (  # patterns of the files that offbeat writes into the folder of a run
     "run.json",
@@ -176,7 +174,7 @@ def _size_of(path: Path) -> int:
 
 def _may_run(run: Path) -> bool:
     """Return whether a rank has written no end, and a file has changed within `IDLE_S`."""
-    lines = [_last_line(path) for path in _rank_files(run)]
+    lines = _last_lines(run)
     if lines and all(line.get("kind") == "end" for line in lines):
         return False
     changed = 0.0
@@ -188,14 +186,14 @@ def _may_run(run: Path) -> bool:
 
 
 def _newest_t(run: Path) -> float:
-    times = [_last_line(path).get("t") for path in _rank_files(run)]
+    times = [line.get("t") for line in _last_lines(run)]
     known = [t for t in times if isinstance(t, int | float)]
     return max(known, default=start_s(run))
 
 
-def _rank_files(run: Path) -> list[Path]:
-    """Return the lines of each rank, without those of single iterations."""
-    return [path for path in run.glob("rank*.jsonl") if path.name.count(".") == 1]
+def _last_lines(run: Path) -> list[dict[str, Any]]:
+    """Return the last line of each rank; empty without one."""
+    return [next(last_lines(path), {}) for path in rank_files(run).values()]
 
 
 def _first_line(path: Path) -> dict[str, Any]:
@@ -204,17 +202,6 @@ def _first_line(path: Path) -> dict[str, Any]:
             return as_object(file.readline())
     except FileNotFoundError:
         return {}
-
-
-def _last_line(path: Path) -> dict[str, Any]:
-    """Return the last complete line; empty without one."""
-    try:
-        with path.open("rb") as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
-            lines = file.read().splitlines()
-    except FileNotFoundError:
-        return {}
-    return next((line for line in map(as_object, reversed(lines)) if line), {})
 
 
 def read_object(path: Path) -> dict[str, Any]:

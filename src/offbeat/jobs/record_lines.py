@@ -22,20 +22,27 @@ from typing import Any, TypeVar
 from offbeat.core.console import console
 from offbeat.core.files import replace_text, require_schema
 from offbeat.jobs.interval import Interval
+from offbeat.jobs.iteration_columns import IterationColumns
 
 T = TypeVar("T")
 
 SCHEMA = 3
 RUN_FILE, ALIVE_FILE = "run.json", "alive.json"
+TAIL_BYTES = 1 << 17  # that are read for the last lines of a rank
 RETRY_S = 600.0  # time between two attempts to write after an error
 MOST_UNWRITTEN = 1000  # lines that are kept while the file cannot be written
-DETAIL_BYTES = 1 << 20  # largest size of a file of single iterations
 WRITER_THREAD = "offbeat-record"
 
 
-def rank_file(folder: Path, rank: int, part: str = "") -> Path:
-    """Return the path of a rank's lines, or of a part: "first", "last" or "before"."""
-    return folder / f"rank{rank}{f'.{part}' if part else ''}.jsonl"
+def rank_file(folder: Path, rank: int) -> Path:
+    """Return the path of a rank's lines."""
+    return folder / f"rank{rank}.jsonl"
+
+
+def rank_files(folder: Path) -> dict[int, Path]:
+    """Return the files with lines in a folder by rank, in order."""
+    paths = {path.stem.removeprefix("rank"): path for path in folder.glob("rank*.jsonl")}
+    return {int(rank): paths[rank] for rank in sorted(filter(str.isdecimal, paths), key=int)}
 
 
 class LineWriter:
@@ -63,12 +70,10 @@ class LineWriter:
         self._process_id = os.getpid()
         folder.mkdir(parents=True, exist_ok=True)
         self._path = rank_file(folder, rank)
-        self._rank = rank
         self._lock = threading.RLock()  # a signal handler may write during a write
         self._unwritten: deque[bytes] = deque(maxlen=MOST_UNWRITTEN)
         self._retry_s: float | None = None  # monotonic time of the next attempt after an error
         self._has_warned = False
-        self._detail_part, self._detail_bytes = "first", 0
 
     def line(self, kind: str, **fields: Any) -> None:
         """Append one line."""
@@ -83,28 +88,6 @@ class LineWriter:
                     self._handle(error)
                 else:
                     self._unwritten.clear()
-
-    def detail(self, kind: str, **fields: Any) -> None:
-        """Append a line about single iterations.
-
-        The first `DETAIL_BYTES` of these lines are kept, and the last one to two `DETAIL_BYTES`.
-        """
-        line = _encode(kind, self._clock(), fields)
-        if self.is_inherited:
-            return
-        with self._lock:
-            if not self._may_write():
-                return
-            try:
-                if self._detail_bytes + len(line) > DETAIL_BYTES:
-                    last = rank_file(self.folder, self._rank, "last")
-                    if self._detail_part == "last":
-                        last.replace(rank_file(self.folder, self._rank, "before"))
-                    self._detail_part, self._detail_bytes = "last", 0
-                self._detail_bytes += len(line)
-                _append(rank_file(self.folder, self._rank, self._detail_part), line)
-            except OSError as error:
-                self._handle(error)
 
     def replace(self, name: str, data: dict[str, Any]) -> None:
         """Replace a JSON file of the run."""
@@ -167,9 +150,6 @@ class BackgroundWriter(LineWriter):
 
     def line(self, kind: str, **fields: Any) -> None:
         self._add(partial(super().line, kind, **({"t": round(self._clock(), 3)} | fields)))
-
-    def detail(self, kind: str, **fields: Any) -> None:
-        self._add(partial(super().detail, kind, **({"t": round(self._clock(), 3)} | fields)))
 
     def replace(self, name: str, data: dict[str, Any]) -> None:
         self._add(partial(super().replace, name, data))
@@ -281,7 +261,8 @@ class RankLines:
         intervals: intervals in order.
         events: events in order.
         metrics: metrics in order.
-        details: lines about single iterations: the first ones, and the last ones.
+        spans: lines with the spans of some iterations, in order.
+        iterations: every iteration, where these are recorded (`offbeat compare`).
         all_ranks: on rank 0, lines with the newest sums of all ranks.
         first: first iteration of the strategy, after the measurement of a profile.
         end: last line of a job that has ended; None if it was cut short.
@@ -293,7 +274,8 @@ class RankLines:
     intervals: list[Interval] = field(default_factory=list)
     events: list[dict[str, Any]] = field(default_factory=list)
     metrics: list[dict[str, Any]] = field(default_factory=list)
-    details: list[dict[str, Any]] = field(default_factory=list)
+    spans: list[dict[str, Any]] = field(default_factory=list)
+    iterations: IterationColumns = field(default_factory=IterationColumns)
     all_ranks: list[dict[str, Any]] = field(default_factory=list)
     first: int = 0
     end: dict[str, Any] | None = None
@@ -301,23 +283,33 @@ class RankLines:
     damaged: int = 0
 
     def add(self, line: dict[str, Any]) -> None:
-        """Add a line. Lines of an unknown kind are ignored."""
+        """Add a line. Lines of an unknown kind are ignored. Of two models that a script trains one
+        after the other, the lines are those of the later one."""
         kind = line["kind"]
-        if kind == "head":
-            self.head = line
-        elif kind == "interval":
-            try:
+        try:
+            if kind == "head":
+                self.__init__(line)
+            elif kind == "interval":
                 self.intervals.append(Interval.from_dict(line))
-            except (AttributeError, KeyError, TypeError, ValueError):
-                self.damaged += 1
-        elif kind == "start":
-            self.first = line["iteration"]
-        elif kind == "end":
-            self.end = line
-        elif (lines := {"event": self.events, "metric": self.metrics}.get(kind)) is not None:
-            lines.append(line)
-        elif kind == "ranks":
-            self.all_ranks.append(line)
+            elif kind == "iterations":
+                self.iterations.add(line)
+            elif kind == "start":
+                self.first = line["iteration"]
+            elif kind == "end":
+                self.end = line
+            elif (lines := self._lists.get(kind)) is not None:
+                lines.append(line)
+        except (AttributeError, KeyError, TypeError, ValueError):
+            self.damaged += 1
+
+    @property
+    def _lists(self) -> dict[str, list[dict[str, Any]]]:
+        return {
+            "event": self.events,
+            "metric": self.metrics,
+            "ranks": self.all_ranks,
+            "spans": self.spans,
+        }
 
 
 @dataclass
@@ -387,18 +379,16 @@ def load(folders: Sequence[Path]) -> JobRecord:
     record = JobRecord(tuple(folders), {}, {})
     ids = set()
     for folder in folders:
-        files = sorted(folder.glob("rank*.jsonl"))
+        files = rank_files(folder)
         if not files and not (folder / RUN_FILE).exists():
             raise ValueError(f"folder ({folder}) must hold the record of a job; it holds no lines")
-        for path in files:
+        for rank, path in files.items():
             try:
-                found = list(_read_rank(path, record.ranks))
+                lines = record.ranks[rank] = read_rank(path)
             except OSError as error:
                 record.problems.append(f"{path} cannot be read: {error.strerror or error}")
                 continue
-            for rank, lines in found:
-                ids |= {lines.head["id"]} if "id" in lines.head else set()
-                record.ranks[rank] = lines
+            ids |= {lines.head["id"]} if "id" in lines.head else set()
     record.run = record.json(RUN_FILE) or {}
     record.alive = record.json(ALIVE_FILE)
     ids |= {record.run["id"]} if "id" in record.run else set()
@@ -410,21 +400,39 @@ def load(folders: Sequence[Path]) -> JobRecord:
     return record
 
 
-def _read_rank(path: Path, known: dict[int, RankLines]) -> Iterator[tuple[int, RankLines]]:
-    """Yield the rank of a file and its lines, added to the known ones."""
-    name, _, part = path.name.removesuffix(".jsonl").partition(".")
-    digits = name.removeprefix("rank")
-    if not digits.isdecimal():
+def read_rank(path: Path) -> RankLines:
+    """Read the lines of one rank.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: a line has another schema.
+    """
+    lines = RankLines()
+    with path.open("rb") as file:
+        for text in file:
+            if not text.endswith(b"\n"):
+                lines.torn = True
+            elif (line := _parse(text)) is None:
+                lines.damaged += 1
+            else:
+                require_schema(line.get("schema"), SCHEMA, path)
+                lines.add(line)
+    return lines
+
+
+def last_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the last complete lines of a file that may still grow, newest first: at least one, and
+    those in the last `TAIL_BYTES`; nothing without a file."""
+    try:
+        with path.open("rb") as file:
+            size, length, texts = os.fstat(file.fileno()).st_size, TAIL_BYTES, list[bytes]()
+            while not texts:
+                begin = max(0, size - length)
+                file.seek(begin)
+                texts = file.read(size - begin).split(b"\n")[1 if begin else 0 : -1]
+                length *= 4
+                if not begin:
+                    break
+    except FileNotFoundError:
         return
-    lines = known.get(int(digits), RankLines())
-    found, place = follow(path)
-    for line in found:
-        require_schema(line.get("schema"), SCHEMA, path)
-        if part:
-            lines.details.append(line)
-        else:
-            lines.add(line)
-    data = path.read_bytes()
-    lines.torn |= not part and bool(data) and not data.endswith(b"\n")
-    lines.damaged += data[: place.offset].count(b"\n") - len(found)
-    yield int(digits), lines
+    yield from (line for line in map(_parse, reversed(texts)) if line is not None)

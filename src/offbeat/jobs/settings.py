@@ -55,6 +55,7 @@ class JobSettings:
         job_name: label of the job in metrics and records.
         notices: messages about settings that another source overrides.
         record_limit: largest size in bytes of all runs in `record`; None: no limit.
+        every: whether every iteration is recorded, in `record` itself, as a launcher wishes.
         record_name: variable or argument that names `record`, for errors.
         metrics_name: variable or argument that names `sinks`, for errors.
     """
@@ -65,6 +66,7 @@ class JobSettings:
     job_name: str
     notices: tuple[str, ...] = ()
     record_limit: int | None = None
+    every: bool = False
     record_name: str = RECORD_VARIABLE
     metrics_name: str = METRICS_VARIABLE
 
@@ -99,6 +101,7 @@ def read_settings(
         environment.get(NAME_VARIABLE) or default_name(environment, argv),
         notices,
         parse_limit(environment.get(LIMIT_VARIABLE)),
+        launcher_record is not None,
         RECORD_VARIABLE if environment.get(RECORD_VARIABLE) else "record",
         metrics_name,
     )
@@ -194,7 +197,7 @@ def require_same_settings(
     """
     sinks = ",".join(f"{sink.kind}:{sink.target}" for sink in settings.sinks)
     values = {
-        "record": settings.record or OFF,
+        "record": "as the launcher names it" if settings.every else settings.record or OFF,
         "metrics": sinks,
         "job name": environment.get(NAME_VARIABLE, ""),
     }

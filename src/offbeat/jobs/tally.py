@@ -49,7 +49,6 @@ class Tally:
         self._reset()
 
     def _reset(self) -> None:
-        self._iterations_us: list[int] = []
         self._first = self._n = self._updates = 0
         self._s_sum = self._wait_s = self._script_s = self._s_max = 0.0
         self._s_min = math.inf
@@ -75,12 +74,6 @@ class Tally:
         if done.messages or len(self._pending) >= ITERATIONS_AT_ONCE:
             self._count_reached()
 
-    @property
-    def iterations_us(self) -> list[int]:
-        """Microseconds of each iteration since the last interval."""
-        self._count_reached()
-        return self._iterations_us
-
     def _count_reached(self) -> None:
         while self._pending and self._pending[0][0].is_reached(self._device):
             self._count(*self._pending.popleft())
@@ -97,7 +90,6 @@ class Tally:
         self._s_min, self._s_max = min(self._s_min, seconds), max(self._s_max, seconds)
         b = bin_of(seconds)
         self._hist[b] = self._hist.get(b, 0) + 1
-        self._iterations_us.append(round(1e6 * seconds))
         self._wait_s += exposed_communication_s(marks, self._device)
         if marks.first_forward is not None:
             forward_s = at(marks.first_forward)

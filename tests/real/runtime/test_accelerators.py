@@ -30,6 +30,7 @@ from offbeat.core.runtime import position, waiting
 from offbeat.core.runtime.actions import Votes
 from offbeat.core.runtime.iteration import Iteration, Timestamps
 from offbeat.core.runtime.prepared import Optimizer
+from offbeat.core.runtime.recording import Recorder
 from offbeat.core.runtime.waiting import Waiting
 from offbeat.core.start import connecting
 from offbeat.core.strategy.parsing import parse
@@ -48,12 +49,13 @@ from offbeat.core.transport.interfaces import (
 )
 from offbeat.core.transport.link import LinkThread, Message
 from offbeat.elastic.changes import MemberChanges
-from offbeat.experiments.record.record_file import path_of, read
-from offbeat.experiments.record.recorder import RunRecorder
+from offbeat.experiments.record.run_directory import read_record
 from offbeat.gossip.chunks import Wire
 from offbeat.gossip.startup import GossipSetup
 from offbeat.gossip.state import AVERAGING, State
 from offbeat.jobs import startup
+from offbeat.jobs.iteration_log import IterationLog
+from offbeat.jobs.record_lines import LineWriter, rank_file
 from offbeat.lab import Cluster, Lab, NoLab
 from offbeat.lab.launch import rank_environment
 from offbeat.plan import Moment, Phases, Vote, transfer, vote_channel
@@ -644,18 +646,19 @@ def test_recording_does_not_wait_for_the_device(tmp_path: Path) -> None:
             asked.append(mark)
             return mark
 
-    recorder = RunRecorder(tmp_path, 0, Device())
+    recorder, writer = Recorder(), LineWriter(tmp_path, 0)
     recorder.origin_s = 0.0
-    recorder.start("x", None, observed=0)
+    log = IterationLog(recorder, writer.line, 0, Device())
+    log.start("x", 0)
     names = ("begin", "forward", "forward_end", "backward_end", "waited", "step", "stepped", "end")
     for i in range(4):
         marks = Timestamps(**dict.fromkeys(names, float(i)))
-        recorder.ended(Iteration(i, marks, []))
+        log.add(Iteration(i, marks, []))
         assert {*asked} == {float(at) for at in range(i - 1)}, "two iterations late"
         if i:
             reached.add(i - 1.0)
-    recorder.write({})
-    assert read(path_of(tmp_path, 0))["trace"]["ends_s"] == [[0.0, 1.0, 2.0, 3.0]]
+    log.end()
+    assert read_record(rank_file(tmp_path, 0)).trace.ends_s == ((0.0, 1.0, 2.0, 3.0),)
 
 
 # ---- alignment --------------------------------------------------------------------------------

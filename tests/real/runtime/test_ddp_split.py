@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+from cases.tiny_runs import data_of
 from cases.workers import rank
 from harness.ranks import run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import offbeat
-from offbeat.experiments.record import record_file as blocks
 from offbeat.profile import Bucket, Link, Profile
 from offbeat.strategies.ddp_session import BackwardClock
 
@@ -63,7 +63,7 @@ def record_of(directory: str, accumulate: bool, private: bool) -> dict[str, Any]
         Late.apply(model(torch.ones(2, 8))).sum().backward()
         optimizer.step()
     model.close()
-    return blocks.read(blocks.path_of(folder, rank()))
+    return data_of(folder, rank())
 
 
 def records(directory: str) -> list[dict[str, Any]]:

@@ -15,11 +15,11 @@ from cases.batches import Batch, Call
 from cases.comparing import assert_same, sets_of
 from cases.models import Case, Loop, profile_of
 from cases.schedules import CASE, Script, follow
+from cases.tiny_runs import data_of
 from harness.ranks import run_ranks
 from oracle.training import Replica, consolidate, delayed_sync, partial_sync, replicas
 
 from offbeat import DreamDDP
-from offbeat.experiments.record import record_file as blocks
 
 FORWARD = DreamDDP(period=2, due="forward")
 BEFORE = DreamDDP(period=2, due="forward", average="before_update")
@@ -116,7 +116,7 @@ def recorded(directory: str, strategy: DreamDDP) -> list[Any]:
     job.write_text(json.dumps({"schema": 1, "record_dir": directory}))
     os.environ["OFFBEAT_JOB"] = str(job)
     workers.train(CASE, strategy, range(4))
-    sample = blocks.read(blocks.path_of(directory, workers.rank()))["sample"]
+    sample = data_of(directory, workers.rank())["sample"]
     return [sample["iterations"], sample["numbers"]]
 
 

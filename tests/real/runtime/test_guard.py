@@ -70,10 +70,10 @@ def test_falls_back_when_the_loss_departs() -> None:
         names = ["merging"] * (fell - 1) + ["wfbp"] * (ITERATIONS - fell + 1)
         assert ranks[0].strategies == names
         [decision] = ranks[0].decisions
-        assert words in decision["what"]
-        assert f"fell back from {GUARDED} to wfbp" in decision["what"]
-        assert decision["iteration"] == fell
-        warning = f"iteration {fell}: {decision['what']}"
+        assert words in decision[1]
+        assert f"fell back from {GUARDED} to wfbp" in decision[1]
+        assert decision[0] == fell
+        warning = f"iteration {fell}: {decision[1]}"
         assert [w for w in ranks[0].warnings if "fell back" in w] == [warning]
         world = replicas(CASE, 2)
         merged(world, range(fell), closes_every(2))
@@ -85,7 +85,7 @@ def test_falls_back_when_the_loss_departs() -> None:
 def test_deft_falls_back() -> None:
     ranks = guarded(DEFT)
     assert ranks[0].strategies[-1] == "wfbp"
-    [decision] = [d for d in ranks[0].decisions if "fell back" in d["what"]]
+    [decision] = [d for d in ranks[0].decisions if "fell back" in d[1]]
     assert decision == ranks[0].decisions[-1]
 
 
@@ -116,7 +116,7 @@ def test_plans_again_when_the_noise_says_so() -> None:
     known = 2 * WINDOW
     assert ranks[0].periods == [2] * (known - 1) + [3] * (ITERATIONS - known + 1)
     [decision] = ranks[0].decisions
-    assert "planned again, the gradient noise changed" in decision["what"]
+    assert "planned again, the gradient noise changed" in decision[1]
     assert not [w for w in ranks[0].warnings if "planned again" in w]
     world = replicas(CASE, 2)
     merged(world, range(known), closes_every(2))

@@ -18,7 +18,7 @@ from offbeat.core.measuring.connections import LARGE_MESSAGES, MESSAGE_S, open_c
 from offbeat.core.runtime import training_job
 from offbeat.core.transport.collectives import Collectives
 from offbeat.core.transport.device import CPU
-from offbeat.experiments.record.recorder import RunRecorder
+from offbeat.jobs.observer import JobObserver
 from offbeat.profile import Bucket, Link, Profile
 from offbeat.strategies import ASCWFBP, DDP, Strategy
 
@@ -60,24 +60,24 @@ def test_every_link_carries_the_model_around_and_between_all_pairs() -> None:
 def order(directory: str, strategy: Strategy, recorded: bool) -> list[Any]:
     """Return the events in order: names of opened links, and iterations."""
     events: list[Any] = []
-    real, iteration = training_job.open_connections, RunRecorder.ended
+    real, iteration = training_job.open_connections, JobObserver.ended
 
     def spy(cluster: Any, profile: Profile) -> None:
         events.append(sorted(cluster.links))
         real(cluster, profile)
 
-    def noted(self: RunRecorder, done: Any) -> None:
+    def noted(self: JobObserver, done: Any) -> None:
         events.append("iteration")
         iteration(self, done)
 
-    training_job.open_connections, RunRecorder.ended = spy, noted  # type: ignore[assignment]
+    training_job.open_connections, JobObserver.ended = spy, noted  # type: ignore[assignment]
     job = Path(directory, f"job{workers.rank()}.json")
     job.write_text(json.dumps({"schema": 1, **({"record_dir": directory} if recorded else {})}))
     os.environ |= {"OFFBEAT_JOB": str(job), "OFFBEAT_LOG": "off"}
     try:
         workers.train(CASE, strategy, range(2))
     finally:
-        training_job.open_connections, RunRecorder.ended = real, iteration
+        training_job.open_connections, JobObserver.ended = real, iteration
     return events
 
 

@@ -16,6 +16,7 @@ import torch
 from cases import failing, workers
 from cases.batches import Batch, Call
 from cases.models import Case, build_model, build_optimizer, profile_of
+from cases.tiny_runs import data_of
 from harness.ranks import run_ranks
 from torch import nn
 
@@ -35,7 +36,6 @@ from offbeat import (
 from offbeat.core.runtime.prepare import REHEARSAL
 from offbeat.core.start.launch_request import LaunchRequest
 from offbeat.core.start.strategy_choice import NamedStrategy, choose_strategy
-from offbeat.experiments.record.record_file import path_of, read
 
 CASE = failing.CASE
 ONE, TWO, THREE = Batch(1), Batch(2), Batch(3)
@@ -378,7 +378,7 @@ def test_a_job_chooses_the_strategy_and_records(written: Written) -> None:
     ranks, folder = written.chosen.results, written.of("chosen")
     for rank, result in enumerate(ranks):
         assert result["plan"].strategy == "dreamddp"
-        record = read(path_of(folder, rank))
+        record = data_of(folder, rank)
         assert record["observed"] == 2
         assert [loss for _, _, loss in record["losses"]] == pytest.approx(result["losses"])
         assert len(record["trace"]["ends_s"][0]) == 8

@@ -14,7 +14,7 @@ import torch
 from cases import workers
 from cases.batches import Batch, Call
 from cases.models import Case, Loop
-from cases.tiny_runs import write_tiny
+from cases.tiny_runs import data_of, write_tiny
 from cases.workers import Trained
 from harness.ranks import run_ranks
 
@@ -24,9 +24,9 @@ from offbeat.core.runtime.actions import Votes
 from offbeat.core.runtime.active_plan import ActivePlan
 from offbeat.experiments import report as reports
 from offbeat.experiments.predictions import outcomes_of
-from offbeat.experiments.record.record_file import path_of, read
 from offbeat.experiments.record.run_directory import Repetition
 from offbeat.experiments.report.votes import votes_of
+from offbeat.jobs.record_lines import rank_file
 from offbeat.plan import Apply, Moment, Phases, local
 
 CASE = Case("mlp", "nesterov", "step")
@@ -97,7 +97,7 @@ def recorded(directory: str, strategy: Strategy) -> dict[str, Any]:
     os.environ["OFFBEAT_JOB"] = str(job)
     workers.train_with(CASE, strategy, range(10), Loop(idle=frozenset({(1, 4)})), {})
     del os.environ["OFFBEAT_JOB"]
-    return read(path_of(directory, workers.rank()))
+    return data_of(directory, workers.rank())
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_every_iteration_is_recorded(
         assert columns[0]["yes"][0] == [0, 1]
         assert columns[1]["norm"][4] == 0
         assert 1 in columns[1]["yes"][4]
-    outcomes = outcomes_of(records[0])
+    outcomes = outcomes_of(rank_file(tmp_path, 0))
     goes = [[i < lag or outcomes[name][i - lag] for name in names] for i in range(10)]
     assert [sent > 0 for sent in mine["sent_bytes"]] == list(map(any, goes))
     assert [spared > 0 for spared in mine["spared_bytes"]] == [not all(now) for now in goes]

@@ -18,9 +18,11 @@ from oracle.training import bsp, replicas
 
 from offbeat import BSP, PSBSP, SSP, Profile
 from offbeat.core.runtime.iteration import Iteration, Timestamps
+from offbeat.core.runtime.recording import Recorder
 from offbeat.core.transport.device import CPU
-from offbeat.experiments.record.record_file import path_of, read
-from offbeat.experiments.record.recorder import RunRecorder
+from offbeat.experiments.record.run_directory import read_record
+from offbeat.jobs.iteration_log import IterationLog
+from offbeat.jobs.record_lines import LineWriter, rank_file
 from offbeat.profile import Bucket, Link
 from offbeat.server.serving import _free_model
 from offbeat.server.session import SSPSession
@@ -232,11 +234,12 @@ def test_a_predicted_trace_is_uneven_if_workers_do_not_wait(strategy: SSP, is_un
 
 @pytest.mark.parametrize("is_uneven", [False, True])
 def test_a_record_states_whether_iterations_are_uneven(is_uneven: bool, tmp_path: Path) -> None:
-    recorder = RunRecorder(tmp_path, 0, CPU())
+    recorder, writer = Recorder(), LineWriter(tmp_path, 0)
     recorder.is_uneven = is_uneven
-    recorder.start("ssp", None, observed=0)
+    log = IterationLog(recorder, writer.line, 0, CPU())
+    log.start("ssp", 0)
     names = ("forward", "forward_end", "backward_end", "waited", "step", "stepped")
     marks = Timestamps(**dict.fromkeys(names, 0.5), begin=0.0, end=1.0)
-    recorder.ended(Iteration(0, marks, []))
-    recorder.write({})
-    assert read(path_of(tmp_path, 0))["trace"]["uneven"] is is_uneven
+    log.add(Iteration(0, marks, []))
+    log.end()
+    assert read_record(rank_file(tmp_path, 0)).trace.uneven is is_uneven

@@ -250,7 +250,7 @@ def test_a_folder_that_is_removed_is_created_again(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "run")
     with pytest.warns(RuntimeWarning, match=str(tmp_path)):
         writer.line("interval", **an_interval(0).to_dict())
-    writer.detail("iterations", first=0, us=[1])
+    writer.replace("run.json", {})
     assert not (tmp_path / "run").exists()
     now[0] += record_lines.RETRY_S
     writer.line("interval", **an_interval(10).to_dict())

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from cases.made_jobs import make_job
 
-from offbeat.jobs import record_folder
+from offbeat.jobs import record_folder, record_lines
 from offbeat.jobs.record_folder import (
     ALIVE_TIMEOUT_S,
     find_runs,
@@ -67,7 +67,7 @@ def test_a_run_is_as_old_as_its_newest_line(tmp_path: Path) -> None:
     now = time.time()
     for rank, t in enumerate((now - 5 * DAY_S, now - 60 * DAY_S)):
         writer = LineWriter(run, rank, lambda t=t: t)  # type: ignore[misc]
-        writer.line("event", iteration=1, event="notice", text="x" * record_folder.TAIL_BYTES)
+        writer.line("event", iteration=1, event="notice", text="x" * record_lines.TAIL_BYTES)
         writer.line("end", **END)
     assert remove_older(tmp_path, 30).runs == ()
     with rank_file(run, 0).open("a") as file:

@@ -45,32 +45,32 @@ def span(kind, begin_s, end_s, bucket=None, iteration=0, lane=COMPUTE, size=0):
 
 
 def merged(*spans):
-    """(class, begin, end, number of inner boxes) in a window of 10 s; slivers are below 40 ms."""
+    """(class, begin, end) in a window of 10 s; slivers are below 40 ms."""
     found = compute_boxes(spans, 0.0, 10.0, lambda span: span.name)
-    return [(box.look, round(box.begin_s, 3), round(box.end_s, 3), len(box.inner)) for box in found]
+    return [(box.look, round(box.begin_s, 3), round(box.end_s, 3)) for box in found]
 
 
 def test_neighbours_of_one_kind_and_slivers_are_one_box():
     spans = [span("forward", i, i + 1, 2 - i) for i in range(3)]
     spans += [span("backward", 3 + i, 4 + i, i) for i in range(3)]
-    assert merged(*spans, span("wait", 6, 7)) == [("f", 0, 3, 3), ("b", 3, 6, 3), ("w", 6, 7, 0)]
+    assert merged(*spans, span("wait", 6, 7)) == [("f", 0, 3), ("b", 3, 6), ("w", 6, 7)]
     next_one = span("forward", 6, 7, 0, iteration=1)
-    assert merged(*spans[:3], next_one) == [("f", 0, 3, 3), ("f", 6, 7, 0)]
+    assert merged(*spans[:3], next_one) == [("f", 0, 3), ("f", 6, 7)]
     between = [span("backward", 0, 1, 0), span("update", 1, 1.01, 0), span("backward", 1.01, 2, 1)]
-    assert merged(*between) == [("b", 0, 2, 2)]
+    assert merged(*between) == [("b", 0, 2)]
     beside = [span("update", 0, 1), span("other", 1, 1.01), span("wait", 1.01, 2)]
-    assert merged(*beside) == [("u", 0, 1.01, 0), ("w", 1.01, 2, 0)]
+    assert merged(*beside) == [("u", 0, 1.01), ("w", 1.01, 2)]
 
 
 def test_thin_messages_are_merged_and_keep_their_bytes():
     thin = [span("grad", i / 100, (i + 1) / 100, i, lane="net", size=1000) for i in range(6)]
     wide = [span("param", 1, 3, 0, lane="net", size=5), span("param", 2, 4, 1, lane="net", size=5)]
     found = message_boxes([*thin, *wide], 0.0, 10.0, lambda span: span.name)
-    assert [(round(b.begin_s, 3), round(b.end_s, 3), b.buckets) for b in found] == [
-        (0, 0.04, (0, 4)),
-        (0.04, 0.06, (4, 6)),
-        (1, 3, (0, 1)),
-        (3, 4, (1, 2)),  # what begins under another message is drawn after it
+    assert [(round(b.begin_s, 3), round(b.end_s, 3), b.short) for b in found] == [
+        (0, 0.04, ""),
+        (0.04, 0.06, ""),
+        (1, 3, "0"),
+        (3, 4, "1"),  # what begins under another message is drawn after it
     ]
     assert "4.00 kB" in found[0].text
 

@@ -102,79 +102,31 @@ def test_nothing_leaves_the_window_and_no_names_overlap_at_three_widths(page_of,
         assert int(told[f"charts{width}"]) == 2
 
 
-KEYS = """
-  const press = (node, ...keys) => keys.forEach((key) =>
-    node.dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true })));
-  const figures = [...document.querySelectorAll(".lanes")], [first] = figures;
-  const after = (node, ...keys) => { press(node, ...keys); return tip.textContent; };
-  told.stops = figures.filter((figure) => figure.tabIndex === 0).length;
-  told.titles = document.querySelectorAll("main [title]").length;
-  told.first = after(first, "ArrowRight");
-  told.second = after(first, "ArrowRight");
-  told.message = after(first, "ArrowDown");
-  told.same = figures.filter((figure) => figure.querySelector(".same")).length;
-  told.end = after(first, "End");
-  press(first, "Home", "Escape");
-  told.hidden = tip.hidden;
-  const lane = first.querySelector(".lane"), box = lane.querySelector("i").getBoundingClientRect();
-  const at = { clientX: box.left + 3, clientY: box.top + 3, bubbles: true, movementX: 1 };
-  lane.querySelector("i").dispatchEvent(new PointerEvent("pointermove", at));
+CHART = """
+  const chart = document.querySelector(".chart"), box = chart.getBoundingClientRect();
+  const press = (key) => chart.dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true }));
+  told.stops = [...document.querySelectorAll(".chart")].filter((one) => one.tabIndex === 0).length;
+  press("ArrowRight");
+  told.key = tip.textContent;
+  press("Escape");
+  told.hidden = tip.hidden && document.querySelector(".cursor").hidden;
+  const at = { clientX: box.left + box.width / 2, clientY: box.top + 3, bubbles: true };
+  chart.dispatchEvent(new PointerEvent("pointermove", at));
   told.pointed = tip.textContent;
-  document.body.dispatchEvent(new PointerEvent("pointermove", { bubbles: true, movementX: 1 }));
+  chart.dispatchEvent(new PointerEvent("pointerleave"));
   told.left = tip.hidden;
-  const count = () => visibleBoxes(lane).length, before = count(), width = first.scrollWidth;
-  zoom.value = "4";
-  zoom.dispatchEvent(new Event("change"));
-  told.more = count() > before && first.scrollWidth > 3 * width;
-  told.bucket = after(first, "ArrowRight");
-  const chart = document.querySelector(".chart");
-  told.chart = after(chart, "ArrowRight");
-  press(chart, "Escape");
-  told.away = document.querySelector(".cursor").hidden;
+  told.titles = document.querySelectorAll(".lane i[title]").length;
 """
 
 
-def test_keys_move_between_boxes_and_lanes_and_the_zoom_shows_buckets(page_of, tmp_path):
-    told = told_by(page_of("emulated"), tmp_path, KEYS)
-    assert (told["stops"], told["titles"], told["same"]) == ("3", "0", "3")
-    texts = [told[name] for name in ("first", "second", "message", "end", "bucket")]
-    assert len({*texts}) == 5
-    assert all(re.search(r"iteration \d+", text) for text in texts)
-    assert told["pointed"] == told["first"]
-    assert "layers.0.linear" in told["bucket"]
-    assert re.search(r"\d\.\d{3}", told["chart"])
-    assert {told[name] for name in ("hidden", "left", "more", "away")} == {"true"}
-
-
-HOSTS = """
-  const lanes = () => [...document.querySelectorAll(".own .lane.big")];
-  const names = () => lanes().map((lane) => lane.dataset.n).join();
-  const wait = () => new Promise((go) => setTimeout(go, 20));
-  const choice = document.getElementById("host");
-  told.before = names();
-  told.options = choice.options.length;
-  const chosen = async (value) => {
-    choice.value = value;
-    choice.dispatchEvent(new Event("change"));
-    for (let n = 0; n < 50 && names() === told.before; n++) await wait();
-  };
-  (async () => {
-    await chosen("7");
-    told.after = names();
-    const bars = [...document.querySelector(".hosts").children];
-    told.marked = bars.findIndex((bar) => bar.matches(".chosen"));
-    await chosen("");
-    await wait();
-    told.back = names();
-  })();
-"""
-
-
-def test_each_of_many_hosts_can_be_shown(page_of, tmp_path):
-    told = told_by(page_of("many"), tmp_path, HOSTS)
-    assert told["before"] == told["back"] == ",".join(["slowest", "median", "fastest"] * 3)
-    assert told["after"] == ",".join(["host 7"] * 3)
-    assert (told["options"], told["marked"]) == ("10", "7")
+def test_values_of_a_chart_are_shown_to_pointer_and_keys(page_of, tmp_path):
+    told = told_by(page_of("typical"), tmp_path, CHART)
+    assert int(told["stops"]) == 2
+    assert told["key"] != told["pointed"]
+    for name in ("key", "pointed"):
+        assert re.search(r"ddp: \d\.\d{3}", told[name])
+    assert told["hidden"] == told["left"] == "true"
+    assert int(told["titles"]) > 0, "the browser shows them"
 
 
 @pytest.mark.parametrize("name", ["gossip", "votes", "troubled"])

@@ -46,7 +46,6 @@ def test_exchanges_are_where_they_were_on_one_clock(tmp_path):
         rep = repetition(tmp_path / str(number), [first, *THREE[1:]])
         found = measured_gossip(rep)
         assert [one for one in found.exchanges if one.j != 4] == expected
-        assert found.counts[0][1] == found.counts[1][0] == 1
         events = trace_events(found, clock_differences_s(rep))
         begins = {(e["pid"], e["name"]): e["ts"] for e in events if e["ph"] == "X"}
         assert begins[1, "with 2"] == pytest.approx(-96.5e6)  # in the seconds of its own worker
@@ -65,10 +64,10 @@ def test_only_time_of_which_all_is_known_is_shown(tmp_path):
         for rank in (0, 1)
     ]
     found = measured_gossip(repetition(tmp_path / "a", pair))
-    assert (found.window_s, found.counts) == ((27.0, 30.0), [[0, 8], [8, 0]])
+    assert found.window_s == (27.0, 30.0)
     fast = gossiped(1, [end / 3 for end in ends], [(0, 8, 28.0, 28.5, 8)], counts={0: 8})
     part = visible_part(measured_gossip(repetition(tmp_path / "b", [pair[0], fast])))
-    assert (part.length_s, part.exchanges, part.counts) == (0, [], [[0, 8], [8, 0]])
+    assert (part.length_s, part.exchanges) == (0, [])
 
 
 def test_predicted_exchanges_fit_the_graph_and_the_link():
@@ -79,7 +78,6 @@ def test_predicted_exchanges_fit_the_graph_and_the_link():
     assert {(one.i, one.j) for one in found.exchanges} == {(0, 1), (1, 2), (2, 3)}
     # The link carries 1.5e5 bytes per second in one direction: 2 (n - 1) / n of a ring's rate.
     assert min(one.at_i[1] - one.at_i[0] for one in found.exchanges) >= 4000 / 1.5e5 - 1e-9
-    assert found.counts == [list(row) for row in zip(*found.counts, strict=True)]
 
 
 def test_distance_is_that_of_one_time(tmp_path):

@@ -179,7 +179,7 @@ def test_nothing_that_a_user_wrote_becomes_markup(tmp_path):
         steady(1, 8),
         strategy=NASTY,
         warnings=[NASTY],
-        decisions=[{"iteration": NASTY, "what": NASTY, NASTY: NASTY}],
+        decisions=[(NASTY, NASTY)],
         spans=[Span(0, lane, NASTY, 7, 7.0, 8.0) for lane in (f"{NASTY}#1", "net")],
     )
     label = "<b>&\"'"
@@ -305,24 +305,21 @@ def test_a_strategy_that_recorded_no_messages_has_an_empty_lane(tmp_path):
     entry = Entry("ddp", "ddp", every_gradient(facts))
     path = write_run(tmp_path, facts, [entry], iterations=8, recorded=6, repetitions=1)
     for file in (path / "ddp/rep0").glob("rank*.jsonl"):
-        data = json.loads(file.read_text())
-        data["spans"]["rows"] = [row for row in data["spans"]["rows"] if row[1] == COMPUTE]
-        file.write_text(json.dumps(data) + "\n")
+        lines = [json.loads(line) for line in file.read_text().splitlines()]
+        for line in lines:
+            if line["kind"] == "spans":
+                rows = line["spans"]["rows"]
+                line["spans"]["rows"] = [row for row in rows if row[1] == COMPUTE]
+        file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     computes, network, _, predicted = lanes_of(read(write(path)))
     assert (network.name, network.boxes) == ("network", [])
     assert computes.boxes
     assert predicted.boxes
 
 
-def test_votes_and_exchanges_are_drawn(page_of):
-    votes = read(page_of("votes")).all("div", "votes")[0]
-    marks = {row.attributes["data-n"]: row.all("path")[0].attributes["d"].count("M")
-             for row in votes.all("div") if "data-n" in row.attributes}  # fmt: skip
-    assert marks == {"rank 0": 1, "rank 1": 2}
+def test_votes_and_exchanges_are_shown(page_of):
+    assert re.search(r"rank 0 in \d+ %, rank 1 in \d+ %", read(page_of("votes")).text)
     root = read(page_of("gossip"))
     exchanges = [len([b for b in lane.boxes if b[0] == "n"]) for lane in lanes_of(root)]
     assert exchanges == [0, 1, 0, 2, 0, 1]  # below the gradients of each worker
     assert len(root.all("s", "tie")) == 2
-    measured = [[cell.text for cell in row.all("td")] for row in root.all("table", "map")[0]
-                .all("tbody")[0].all("tr")]  # fmt: skip
-    assert measured == [["", "1", ""], ["1", "", "1"], ["", "1", ""]]

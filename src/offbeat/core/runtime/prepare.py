@@ -281,8 +281,10 @@ class Preparation:
                 observe = self.observation.iterations
                 message = part("startup_message")(strategy, cluster, known.profile, observe)
                 console.print("start", message)
-            recorder = self._create_recorder(cluster, member, control.rank in ranks.servers)
+            names = () if member is None else member.rank_names
+            recorder = part("open_observer")(self.settings, self.strategy, cluster, names)
             if recorder is not None:
+                recorder.notes["emulated"] = bool(getattr(self.model, "emulated", False))
                 undo.callback(recorder.write, {})
             stop_request = None  # a member requests to leave
             if member is None:
@@ -355,24 +357,6 @@ class Preparation:
             model.close()
             raise
         return model, optimizer
-
-    def _create_recorder(
-        self, cluster: Cluster, member: JobMember | None, serves: bool
-    ) -> Recorder | None:
-        """Return the recorder of the launcher, otherwise of the job; None if there is no record.
-
-        The launcher's record is of ranks that train.
-        """
-        folder, rank = self.request.record_dir, cluster.control.rank
-        if not folder:
-            names = () if member is None else member.rank_names
-            return part("open_observer")(self.settings, self.strategy, cluster, names)
-        if serves:
-            return None
-        recorder = part("RunRecorder")(folder, rank, cluster.device)
-        recorder.notes["emulated"] = bool(getattr(self.model, "emulated", False))
-        recorder.notes.update(cluster.topology.record())
-        return recorder
 
     def _create_stop_request(
         self, cluster: Cluster, recorder: Recorder | None

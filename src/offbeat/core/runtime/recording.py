@@ -8,7 +8,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from offbeat.core.console import console
 from offbeat.core.observers import Observer
@@ -79,9 +79,8 @@ class Recorder(Observer):
         is_uneven: whether workers do not wait for each other, so that their iterations differ.
     """
 
-    splits_every: ClassVar[int] = 1
-
     def __init__(self) -> None:
+        self.splits_every = 1
         self.id: str | None = None
         self.keeps_end = False
         self.origin_s: float = time.perf_counter()

@@ -12,10 +12,11 @@ from typing import Any
 from offbeat.core.files import require_schema
 from offbeat.core.plan import Plan
 from offbeat.core.profile import Profile
-from offbeat.core.sim.trace import Trace, whole_periods
+from offbeat.core.sim.trace import Trace, spans_from_dict, whole_periods
 from offbeat.core.strategy.registry import read_plan
 from offbeat.experiments.record.disturbed import Disturbance, disturbance_of
-from offbeat.experiments.record.record_file import read, records_in
+from offbeat.jobs.record_lines import RankLines, rank_files, read_rank
+from offbeat.jobs.words import count_text
 
 SCHEMA = 1
 LOG_TAIL_LINES = 12
@@ -44,7 +45,7 @@ class RankRecord:
         pace: adherence of the host to its pace; None at full speed.
         sample: sampled parameters (see `replica_sample`).
         warnings: warnings of the runtime.
-        decisions: decisions of the runtime, each with iteration and text.
+        decisions: iteration and text of each decision of the runtime.
         votes: columns of `VoteLog`.
         losses_of: number of iterations that each loss averages.
         cut: description of where an unclosed record ends; empty for a closed one.
@@ -62,7 +63,7 @@ class RankRecord:
     pace: Mapping[str, float] | None = None
     sample: Mapping[str, Any] | None = None
     warnings: tuple[str, ...] = ()
-    decisions: tuple[Any, ...] = ()
+    decisions: tuple[tuple[int, str], ...] = ()
     votes: Mapping[str, Any] = field(default_factory=dict)
     losses_of: int = 1
     cut: str = ""
@@ -81,6 +82,8 @@ class Repetition:
         cuts: reasons why a repetition ended early although all ranks have records.
         load: load of the machine during the repetition.
         repeated: whether this repetition replaces a disturbed one.
+        zero_s: time of the trace from which seconds to a loss count; None: the end of the first
+            iteration, as starting a job is no merit of a strategy.
     """
 
     index: int
@@ -90,6 +93,7 @@ class Repetition:
     cuts: tuple[str, ...] = ()
     load: Mapping[str, Any] | None = None
     repeated: bool = False
+    zero_s: float | None = None
 
     @property
     def disturbance(self) -> Disturbance | None:
@@ -372,13 +376,15 @@ def _load_contestant(
 
 def load_repetition(folder: Path, index: int) -> Repetition:
     """Read the folder of one repetition."""
-    records, problems = [], []
-    for file in records_in(folder):
-        record, failed = _load_optional(file, _record_from_dict, read)
+    records, problems = list[RankRecord](), list[str]()
+    for rank, file in rank_files(folder).items():
+        lines, failed = _load_optional(file, lambda lines: lines, read_rank)
         problems += failed
-        if record is not None:
-            records.append(record)
-    records.sort(key=lambda record: record.rank)
+        if lines is not None and lines.damaged:
+            count = count_text(lines.damaged, "line")
+            problems.append(f"{file.name} cannot be read: {count} are not of a record")
+        elif lines is not None and lines.iterations.fields:  # a server has none
+            records.append(_rank_record(rank, lines))
     ends: dict[str, list[int]] = {}
     for record in records:
         if record.cut:
@@ -417,11 +423,9 @@ def _with_missing_ranks(rep: Repetition, folder: Path, expected: int) -> Repetit
     if not folder.is_dir():
         return Repetition(rep.index, (), (NOT_RUN,))
     absent = [r for r in range(expected) if r not in {record.rank for record in rep.ranks}]
-    known = {path.stem for path in records_in(folder)}
-    gone = [r for r in absent if f"rank{r}" not in known]
     problems = list(rep.problems)
-    if gone:
-        problems.append(f"{_rank_names(gone)} of {expected} left no record")
+    if absent:
+        problems.append(f"{_rank_names(absent)} of {expected} left no record that can be read")
     tails = {r: tail for r in absent if (tail := _log_tail(folder / f"rank{r}.log"))}
     return replace(rep, problems=tuple(problems), log_tails=tails)
 
@@ -430,25 +434,68 @@ def _rank_names(ranks: list[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
-def _record_from_dict(data: Mapping[str, Any]) -> RankRecord:
-    trace = Trace.from_dict(data["trace"])
-    if trace.world_size != 1:
-        raise ValueError(f"trace has {trace.world_size} rows of ends_s, must have its own only")
-    return RankRecord(
-        rank=int(data["rank"]),
-        strategy=str(data["strategy"]),
-        trace=trace,
-        losses=tuple((int(i), float(s), _parse_loss(x)) for i, s, x in data.get("losses", ())),
-        sent_bytes=data.get("bytes", {}),
-        metrics={
-            name: tuple((int(i), float(s), float(x)) for i, s, x in values)
-            for name, values in data.get("metrics", {}).items()
-        },
-        **_tuple_fields(data, "without_update", "warnings", "decisions"),
-        **_known_fields(
-            data, "observed", "emulated", "pace", "sample", "votes", "losses_of", "cut"
-        ),
+def read_record(path: Path) -> RankRecord:
+    """Read the record of one rank.
+
+    Raises:
+        ValueError: it holds no iteration, or lines that cannot be read.
+    """
+    lines = read_rank(path)
+    if lines.damaged or not lines.iterations.fields:
+        raise ValueError(f"record ({path}) must hold lines of iterations, and nothing else")
+    return _rank_record(int(path.stem.removeprefix("rank")), lines)
+
+
+def _rank_record(rank: int, lines: RankLines) -> RankRecord:
+    """Return the record of a rank of which every iteration is recorded."""
+    own, end = lines.iterations, lines.end or {}
+    about, last = own.fields, lines.spans[-1] if lines.spans else {}
+    events = {
+        kind: [e for e in lines.events if e.get("event") == kind]
+        for kind in ("decision", "warning")
+    }
+    trace = Trace(
+        "measured",
+        about["strategy"],
+        (tuple(own.ends_s),),
+        (0.0,),
+        spans_from_dict(last["spans"]) if last else (),
+        period=about["period"],
+        notes=last.get("notes") or {},
+        uneven=about["uneven"],
     )
+    return RankRecord(
+        rank,
+        about["strategy"],
+        trace,
+        losses=tuple(own.losses()),
+        sent_bytes=end.get("bytes") or {},
+        observed=about["observed"],
+        without_update=tuple(own.without_update),
+        emulated=about["emulated"],
+        pace=end.get("pace"),
+        sample=last.get("sample"),
+        warnings=tuple(f"iteration {e['iteration']}: {e['text']}" for e in events["warning"]),
+        decisions=tuple((e["iteration"], e["text"]) for e in events["decision"]),
+        votes=own.votes,
+        losses_of=own.losses_of,
+        cut=_describe_cut(lines),
+        metrics=own.metrics(),
+    )
+
+
+def _describe_cut(lines: RankLines) -> str:
+    """Return where a record ends that does not end with its training; empty for others."""
+    own, end = lines.iterations, lines.end
+    if end is not None and end["how"] == "ended" and own.gap is None:
+        return ""
+    why = "the run was killed, or still goes on"
+    if own.gap is not None:
+        why = "later lines are missing, because they could not be written"
+    elif end is not None:
+        why = str(end.get("text") or end["how"])
+    middle = ", in the middle of a line, which is left out" if lines.torn else ""
+    return f"ends after {len(own.ends_s):,} iterations{middle}: {why}"
 
 
 def _predicted_from_dict(data: Mapping[str, Any]) -> Trace:
@@ -475,11 +522,6 @@ def _load_optional(file: Path, build: Any, load: Any = _read_json) -> tuple[Any,
         return None, (f"{file.name} lacks the field {error}",)
     except _UNREADABLE as error:
         return None, (f"{file.name} cannot be read: {error}",)
-
-
-def _parse_loss(value: Any) -> float:
-    """Return a loss. Null is read as NaN, which strict JSON cannot represent."""
-    return float("nan") if value is None else float(value)
 
 
 def _log_tail(log: Path) -> str:

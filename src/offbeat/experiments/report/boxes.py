@@ -57,8 +57,6 @@ class Box:
         text: tooltip.
         label: word inside the box, shown if it fits.
         short: shorter word for narrower boxes.
-        buckets: buckets of a message or of a gradient.
-        inner: boxes inside, shown when the picture is zoomed.
     """
 
     begin_s: float
@@ -67,8 +65,6 @@ class Box:
     text: str
     label: str = ""
     short: str = ""
-    buckets: tuple[int, int] | None = None
-    inner: tuple[Box, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -119,7 +115,6 @@ class Picture:
         length_s: length of the window.
         numbers: texts above the lanes.
         ties: lines between lanes.
-        replaced: number of first lanes that the page replaces by those of another host.
     """
 
     label: str
@@ -127,7 +122,6 @@ class Picture:
     length_s: float
     numbers: Numbers | None = None
     ties: Sequence[Tie] = ()
-    replaced: int = 0
 
     @property
     def middles(self) -> list[float]:
@@ -140,32 +134,23 @@ class Picture:
         return found
 
 
-def figure(picture: Picture, zoom: bool = True) -> str:
-    """Return a picture as one line of HTML, with the inner boxes for the zoom."""
+def figure(picture: Picture) -> str:
+    """Return a picture as one line of HTML."""
     length_s, numbers = picture.length_s, picture.numbers
     parts = [f'<div class="lanes" role="img" tabindex="0" aria-label="{escape(picture.label)}">']
-    parts.append('<div class="zoomed">')
     if numbers is not None:
         parts.append('<div class="nums">')
         for (begin_s, end_s), text in zip(numbers.intervals, numbers.texts, strict=False):
             parts.append(f'<em style="{_place(begin_s, end_s, length_s)}">{escape(text)}</em>')
         parts.append("</div>")
-    parts.append('<div class="own">' * bool(picture.replaced))
-    parts.append(lanes_html(picture.lanes[: picture.replaced], length_s, zoom))
-    parts.append("</div>" * bool(picture.replaced))
-    parts.append(lanes_html(picture.lanes[picture.replaced :], length_s, zoom))
+    parts += [part for lane in picture.lanes for part in _lane(lane, length_s)]
     middles = picture.middles
     for tie in picture.ties:
         high, low = sorted(middles[i] for i in tie.lanes)
         left = 100 * tie.at_s / length_s
         style = f"left:{left:.2f}%;top:{high:g}px;height:{low - high:g}px"
         parts.append(f'<s class="tie" style="{style}" title="{escape(tie.text)}"></s>')
-    return "".join([*parts, "</div></div>"])
-
-
-def lanes_html(lanes: Iterable[Lane], length_s: float, zoom: bool = False) -> str:
-    """Return lanes as HTML without the figure around them."""
-    return "".join(part for lane in lanes for part in _lane(lane, length_s, zoom))
+    return "".join([*parts, "</div>"])
 
 
 def axis(length_s: float) -> str:
@@ -274,8 +259,6 @@ def message_boxes(
         begin_s = max(first.start_s - zero_s, until_s)
         if not (begin_s < length_s and end_s > begin_s):
             continue
-        known = [span.buckets for span in group if span.buckets is not None]
-        buckets = (known[0][0], known[-1][1]) if known else None
         noun = NOUNS.get(first.kind, first.kind)
         text = describe(first)
         if others:
@@ -291,7 +274,6 @@ def message_boxes(
                 text,
                 label,
                 range_ if not others else "",
-                buckets,
             )
         )
         until_s = end_s
@@ -373,43 +355,31 @@ def _merged_box(
         whole = replace(whole, buckets=None)
     text = describe(whole)
     label = "waits" if look == "w" else "" if look in "uo" else noun
-    inner = []
-    if look != "w" and len(group) > 1:
-        own = [span for span in group if span.kind == kind and span.buckets is not None]
-        for span in own:
-            low, high = span.start_s - zero_s, min(span.end_s - zero_s, length_s)
-            if low >= 0 and high > low:
-                range_ = bucket_range(span.buckets)
-                inner.append(Box(low, high, look, describe(span), "", range_, span.buckets))
-    box = Box(max(0.0, begin_s), min(end_s, length_s), look, text, label, inner=tuple(inner))
-    return box if len(inner) > 1 else replace(box, inner=())
+    return Box(max(0.0, begin_s), min(end_s, length_s), look, text, label)
 
 
-def _lane(lane: Lane, length_s: float, zoom: bool) -> Iterator[str]:
+def _lane(lane: Lane, length_s: float) -> Iterator[str]:
     size = " ".join(filter(None, ("lane", lane.size, "first" * lane.first)))
     yield f'<div class="{size}" data-n="{escape(lane.name)}">'
     if lane.note:
         yield f"<p>{escape(lane.note)}</p>"
     for box in lane.boxes:
         if box.end_s - box.begin_s >= 1e-4 * length_s:
-            yield from _box(box, 0.0, length_s, lane.size != "small", zoom)
+            yield from _box(box, length_s, lane.size != "small")
     for mark in lane.marks:
         if 0 < mark < length_s * (1 - 1e-6):
             yield f'<s style="left:{100 * mark / length_s:.2f}%"></s>'
     yield "</div>"
 
 
-def _box(box: Box, zero_s: float, length_s: float, labelled: bool, zoom: bool) -> Iterator[str]:
-    buckets = "" if box.buckets is None else f' data-b="{box.buckets[0]}-{box.buckets[1]}"'
-    style = _place(box.begin_s - zero_s, box.end_s - zero_s, length_s)
-    yield f'<i class="{box.look}" style="{style}"{buckets} title="{escape(box.text)}">'
+def _box(box: Box, length_s: float, labelled: bool) -> Iterator[str]:
+    style = _place(box.begin_s, box.end_s, length_s)
+    yield f'<i class="{box.look}" style="{style}" title="{escape(box.text)}">'
     if labelled and box.label:
         yield f"<b>{escape(box.label)}</b>"
     if labelled and box.short:
         wide = ' class="wide"' * (len(box.short) > 2)
         yield f"<u{wide}>{escape(box.short)}</u>"
-    for inner in box.inner if zoom else ():
-        yield from _box(inner, box.begin_s, box.end_s - box.begin_s, labelled, zoom)
     yield "</i>"
 
 

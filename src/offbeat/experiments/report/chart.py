@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from html import escape
 from typing import Literal
@@ -15,7 +15,6 @@ SIZE = 10_000  # coordinates of a chart in HTML: [0, SIZE] in both directions
 NEAR = 0.075  # share of the height from which names at the ends of lines do not overlap
 RAISED = 0.055  # share of the height by which the style sheet raises names left of their ends
 BESIDE = 0.5  # share of the width within which two names may overlap in a narrow window
-NEXT = 0.02  # share of the width from which numbers of marks do not overlap
 
 Values = Sequence[float | None]
 Point = tuple[float, float]  # shares of the width from the left and of the height from the top
@@ -50,6 +49,18 @@ class Line:
         """Points that are no gap."""
         return [(x, y) for x, y in zip(self.xs, self.ys, strict=True) if y is not None]
 
+    def scaled(self, scale: float) -> Line:
+        """Return the line with horizontal values in a unit of `scale`."""
+        if scale == 1.0:
+            return self
+        faint, hit = self.faint, self.hit
+        return replace(
+            self,
+            xs=[x / scale for x in self.xs],
+            faint=None if faint is None else ([x / scale for x in faint[0]], faint[1]),
+            hit=None if hit is None else (hit[0] / scale, hit[1]),
+        )
+
 
 @dataclass(frozen=True)
 class Path:
@@ -78,7 +89,6 @@ class Chart:
         unit: unit of the horizontal axis.
         lines: lines with at least one point; the last one is in front.
         target: value of a horizontal line with its text.
-        marks: values of vertical lines with their texts.
         reach: vertical range: "fall" from the lowest value to where the lines begin (lines that
             rise are clipped), "zero" from zero to the highest value, "all" for all values.
     """
@@ -88,7 +98,6 @@ class Chart:
     lines: Sequence[Line]
     target: tuple[float, str] | None = None
     reach: Literal["fall", "zero", "all"] = "fall"
-    marks: Sequence[tuple[float, str]] = ()
 
     @cached_property
     def right(self) -> float:
@@ -121,11 +130,9 @@ class Chart:
         return x / self.right, max(-1.0, min(2.0, (high - y) / (high - low)))
 
     def paths(self) -> Iterator[Path]:
-        """Yield the grid, marks, bands, lines and the target, from back to front."""
+        """Yield the grid, bands, lines and the target, from back to front."""
         for value in ticks(*self.range, 5):
             yield self._across("grid", value)
-        for x, _ in self.marks:
-            yield Path("mark", [[(x / self.right, 0.0), (x / self.right, 1.0)]])
         for line in self.lines:
             if line.low:
                 yield Path("band", [self._band(line)])
@@ -149,11 +156,6 @@ class Chart:
             yield Label("across" + " first" * first, text, (value / self.right, 1.0))
         if self.target is not None:
             yield Label("aim", self.target[1], self.place(0.0, self.target[0]))
-        free = 0.0  # end of the last text above a mark
-        for x, text in self.marks:
-            if x / self.right >= free:
-                yield Label("flag", text, (x / self.right, 0.0))
-                free = x / self.right + NEXT
         for line in self.lines:
             if line.hit is not None:
                 yield Label(f"hit {line.look}", "", self.place(*line.hit))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Literal
 
-from offbeat.experiments.record.run_directory import Contestant, Repetition, Run
+from offbeat.experiments.record.run_directory import Contestant, Run
 from offbeat.experiments.report import divergence, words
 from offbeat.experiments.report.chart import Chart, Line, Values
 from offbeat.experiments.report.headline import display_names
@@ -17,17 +17,15 @@ from offbeat.experiments.report.metrics import metric_curve, metric_names
 from offbeat.experiments.report.summary import (
     Row,
     counted_curve,
-    counted_seconds,
     rank_rows,
     shift_curve,
 )
-from offbeat.experiments.report.votes import Votes
 
 MOST_POINTS = 240
 
 Ordered = Sequence[tuple[Row, Contestant, str]]  # best first, with display names
 Axis = Literal["seconds", "iterations"]
-UNITS: dict[Axis, str] = {"seconds": "s", "iterations": "iterations"}
+LONG = (("d", 86400.0), ("h", 3600.0))  # units of axes that are three times as long
 
 
 @dataclass(frozen=True)
@@ -167,9 +165,13 @@ def _chart(
     target: tuple[float, str] | None = None,
     reach: Literal["fall", "zero", "all"] = "fall",
 ) -> Chart:
-    """Return a chart with the best strategy in front."""
+    """Return a chart with the best strategy in front; hours and days in their unit."""
     known = [line for line in reversed(lines) if line.known_points]
-    return Chart(title, UNITS[axis], known, target, reach)
+    longest = max((line.xs[-1] for line in known), default=0.0)
+    unit, scale = next((one for one in LONG if longest >= 3 * one[1]), ("s", 1.0))
+    if axis == "iterations":
+        unit, scale = "iterations", 1.0
+    return Chart(title, unit, [line.scaled(scale) for line in known], target, reach)
 
 
 def _look(order: Ordered, row: Row) -> str:
@@ -182,7 +184,7 @@ def _hit(row: Row, axis: Axis, value: float | None) -> tuple[float, float] | Non
     return None if at is None or value is None else (at, value)
 
 
-# --- texts and votes -----------------------------------------------------------------------------
+# --- texts -----------------------------------------------------------------------------
 
 
 def loss_notes(run: Run, rows: Sequence[Row], losses: Mapping[str, Losses]) -> list[str]:
@@ -209,18 +211,6 @@ def loss_notes(run: Run, rows: Sequence[Row], losses: Mapping[str, Losses]) -> l
     if run.emulated:
         notes.append("Emulated compute: these losses say nothing about learning.")
     return notes
-
-
-def vote_seconds(rep: Repetition, votes: Votes) -> dict[int, list[float]]:
-    """Return the ends of iterations with a yes of each rank, at most about `MOST_POINTS`."""
-    first, ends_s = rep.trace.first, rep.trace.ends_s[0]
-    width = max(1, -(-len(votes.iterations) // MOST_POINTS))
-    seconds_of, found = counted_seconds(rep), {}
-    for record in rep.ranks:
-        thinned = {i // width: i for i in votes.yes_iterations(record.rank)}.values()
-        known = [i for i in thinned if first <= i < first + len(ends_s)]
-        found[record.rank] = [seconds_of(i, ends_s[i - first]) for i in known]
-    return found
 
 
 def _round_value(value: float) -> float | None:

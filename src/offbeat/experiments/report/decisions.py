@@ -63,17 +63,7 @@ def _value_text(value: Any) -> str:
 
 
 def _decision_texts(record: RankRecord) -> list[str]:
-    return [_decision_text(decision) for decision in record.decisions]
-
-
-def _decision_text(decision: Any) -> str:
-    """Return a text such as 'iteration 40: planned again (links: net)'."""
-    if not isinstance(decision, Mapping):
-        return words.as_text(decision)
-    rest = {key: value for key, value in decision.items() if key not in ("iteration", "what")}
-    when = f"iteration {decision['iteration']}: " if "iteration" in decision else ""
-    detail = f" ({words.as_text(rest)})" if rest else ""
-    return f"{when}{words.as_text(decision.get('what'))}{detail}"
+    return [f"iteration {iteration}: {text}" for iteration, text in record.decisions]
 
 
 def group_by_text(

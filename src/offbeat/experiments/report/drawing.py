@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import base64
-import json
-import zlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -26,7 +23,6 @@ from offbeat.experiments.report.boxes import (
     describer,
     figure,
     key_of,
-    lanes_html,
     message_boxes,
 )
 from offbeat.experiments.report.breakdown import rank_parts
@@ -40,8 +36,6 @@ from offbeat.experiments.report.timeline import (
 )
 
 MANY = 8  # ranks from which slowest, median and fastest host are shown
-MOST_BYTES = 150_000  # size of all timelines up to which buckets are kept for the zoom
-MOST_PACKED_BYTES = 100_000  # size of the lanes of all hosts above which they are left out
 NOT_RECORDED = "not recorded in this run"
 
 
@@ -55,8 +49,7 @@ class Drawn:
         count: measured iterations in the window; empty if unknown.
         text: unit of `count` and the predicted number.
         hosts: compute and wait of each host, if there are many: (rank, seconds, seconds).
-        others: lanes of each of these hosts, by rank.
-        maps: gossip by "measured" and "predicted"; empty for other strategies.
+        gossips: whether workers exchange parameters in pairs.
     """
 
     name: str
@@ -64,8 +57,7 @@ class Drawn:
     count: str
     text: str
     hosts: Sequence[tuple[int, float, float]] = ()
-    others: Mapping[int, str] = field(default_factory=dict)
-    maps: Mapping[str, Any] = field(default_factory=dict)
+    gossips: bool = False
 
     @property
     def most_s(self) -> float:
@@ -86,9 +78,7 @@ def window_length_s(run: Run) -> float:
     return max(lengths) or max(gossip)
 
 
-def draw(
-    run: Run, contestant: Contestant, name: str, length_s: float, zoom: bool = True
-) -> Drawn | None:
+def draw(run: Run, contestant: Contestant, name: str, length_s: float) -> Drawn | None:
     """Return the timeline of a contestant; None without any spans."""
     if gossips := gossips_of(contestant):
         return _draw_gossip(gossips, name, length_s)
@@ -99,7 +89,6 @@ def draw(
     names = [bucket.name for bucket in run.profile.buckets] if run.profile else []
     expected_s = {} if predicted is None else _expected_seconds(predicted)
     order = _lane_names(run.profile, (measured, predicted))
-    place = "rank" if run.profile and run.profile.topology else "host"
     hosts = [] if measured is None else _host_parts(measured)
     ranks = [] if measured is None else _shown_ranks(measured, hosts)
 
@@ -115,11 +104,6 @@ def draw(
         return list(_lanes(measured, rank, order, describe, host))
 
     lanes = [lane for rank, host in ranks for lane in measured_lanes(rank, host)]
-    others = {
-        rank: lanes_html(measured_lanes(rank, f"{place} {rank}"), length_s)
-        for rank, *_ in (hosts if len(ranks) > 1 else ())
-    }
-    replaced = len(lanes) if others else 0
     if predicted is not None:
         rank = next(iter(predicted.shown))
         describe = describer(predicted.zero_s[rank], predicted.generations, names)
@@ -134,8 +118,8 @@ def draw(
     numbers = _numbers(shown.bounds_s(first), length_s)
     count, text = _count_texts(counts, f"iterations in {words.seconds(length_s)}")
     label = f"{name}: {count} {text}"
-    html = figure(Picture(label, lanes, length_s, numbers, replaced=replaced), zoom)
-    return Drawn(name, Markup(html), count, text, hosts if len(ranks) > 1 else (), others)
+    html = figure(Picture(label, lanes, length_s, numbers))
+    return Drawn(name, Markup(html), count, text, hosts if len(ranks) > 1 else ())
 
 
 def _lane_names(profile: Profile | None, windows: Sequence[Window | None]) -> Mapping[str, str]:
@@ -147,18 +131,6 @@ def _lane_names(profile: Profile | None, windows: Sequence[Window | None]) -> Ma
     if len(lanes) == 1 and len(links) < 2:
         return dict.fromkeys(lanes, "network")
     return {lane: lane_name(lane) for lane in lanes}
-
-
-def pack_lanes(drawn: Sequence[Drawn]) -> str:
-    """Return the lanes of all hosts for the script of the page: JSON, compressed, as text.
-
-    The text is empty if there are few hosts, or if it is longer than `MOST_PACKED_BYTES`.
-    """
-    if not any(one.others for one in drawn):
-        return ""
-    data = json.dumps([dict(one.others) for one in drawn if one.html])
-    packed = base64.b64encode(zlib.compress(data.encode(), 9)).decode()
-    return packed if len(packed) <= MOST_PACKED_BYTES else ""
 
 
 def _draw_gossip(gossips: Mapping[str, Any], name: str, length_s: float) -> Drawn:
@@ -174,7 +146,7 @@ def _draw_gossip(gossips: Mapping[str, Any], name: str, length_s: float) -> Draw
     if part.length_s:
         width = f"width:{100 * min(1.0, part.length_s / length_s):.2f}%"
         html = f'<div style="{width}">{figure(gossip_picture(part, label))}</div>'
-    return Drawn(name, Markup(html), count, text, maps=parts)
+    return Drawn(name, Markup(html), count, text, gossips=True)
 
 
 def _lanes(

@@ -1,4 +1,4 @@
-"""Gossip in the report: gradients and exchanges in a window, and counts of exchanges per pair."""
+"""Gossip in the report: gradients and exchanges of the workers in a window."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from offbeat.experiments.report import words
 from offbeat.experiments.report.boxes import Box, Lane, Picture, Tie
 
 SHOWN = 10  # length of the window, in mean times of a gradient
-MOST_WORKERS = 64  # largest number of workers that get a lane and counts
+MOST_WORKERS = 64  # largest number of workers that get a lane
 EXCHANGES = 1000  # thread id in a Chrome trace, sorted below all others
 
 Span = tuple[float, float]  # start and end in seconds
@@ -46,19 +46,15 @@ class Part(NamedTuple):
 
     Attributes:
         workers: the visible workers.
-        all: number of all workers.
         length_s: length of the window.
         gradients: spans of gradients of each visible worker.
         exchanges: exchanges of visible workers.
-        counts: number of exchanges of each pair over the whole record.
     """
 
     workers: list[int]
-    all: int
     length_s: float
     gradients: list[list[Span]]
     exchanges: list[Exchange]
-    counts: list[list[int]]
 
 
 @dataclass(frozen=True)
@@ -69,14 +65,12 @@ class GossipTrace:
         gradients: spans of gradients by worker; empty for a worker without a record, whose
             exchanges are known from its partners only.
         exchanges: the last exchanges, in order of time.
-        counts: number of exchanges of workers i and j, [N, N].
         since_s: start of the interval in which no exchange is missing.
         until_s: end of this interval.
     """
 
     gradients: Mapping[int, Sequence[Span]]
     exchanges: Sequence[Exchange]
-    counts: Sequence[Sequence[int]]
     since_s: float = 0.0
     until_s: float = math.inf
 
@@ -127,19 +121,11 @@ def measured_gossip(rep: Repetition) -> GossipTrace | None:
         return None
     met = {int(peer) for record in rep.ranks for peer in _gossip_notes(record.trace)["exchanges"]}
     elsewhere = sorted(met - ahead.keys())  # workers without a record
-    size = max(*ahead, *elsewhere, 0) + 1
-    counts = [[0] * size for _ in range(size)]
-    for record in rep.ranks:
-        for peer, count in _gossip_notes(record.trace)["exchanges"].items():
-            i, j = record.rank, int(peer)
-            # If a partner fails before an exchange is confirmed, only one side has counted it.
-            counts[i][j] = counts[j][i] = max(counts[i][j], count)
     kept = {r.rank: _own_exchanges(r, ahead[r.rank]) for r in rep.ranks}
     gradients = {r.rank: _gradient_spans(r, ahead[r.rank]) for r in rep.ranks}
     return GossipTrace(
         gradients | {worker: [] for worker in elsewhere},
         _match_ends(kept),
-        counts,
         max(_complete_since(r, kept[r.rank]) for r in rep.ranks),
     )
 
@@ -149,11 +135,7 @@ def predicted_gossip(trace: Trace) -> GossipTrace | None:
     notes = _gossip_notes(trace)
     if "pairs" not in notes:
         return None
-    size = notes["workers"]
-    counts = [[0] * size for _ in range(size)]
-    for i, j, count in notes["pairs"]:
-        counts[i][j] = counts[j][i] = count
-    gradients: dict[int, list[Span]] = {worker: [] for worker in range(size)}
+    gradients: dict[int, list[Span]] = {worker: [] for worker in range(notes["workers"])}
     for worker, start, end in notes["gradients"]:
         gradients[worker].append((start, end))
     exchanges = [Exchange(i, j, (s, e), (s, e), n) for i, j, s, e, n in notes["exchanges"]]
@@ -161,11 +143,11 @@ def predicted_gossip(trace: Trace) -> GossipTrace | None:
     # Exchanges that had not finished at the end are missing in the trace.
     longest_s = max((one.at_i[1] - one.at_i[0] for one in exchanges), default=0.0)
     until_s = max((own[-1][1] for own in gradients.values() if own), default=0.0) - longest_s
-    return GossipTrace(gradients, exchanges, counts, since_s, until_s)
+    return GossipTrace(gradients, exchanges, since_s, until_s)
 
 
 def visible_part(of: GossipTrace, length_s: float | None = None) -> Part:
-    """Return window and counts of the first `MOST_WORKERS` workers.
+    """Return the window of the first `MOST_WORKERS` workers.
 
     The window has at most `length_s` seconds, by default `SHOWN` mean times of a gradient.
     """
@@ -183,7 +165,6 @@ def visible_part(of: GossipTrace, length_s: float | None = None) -> Part:
 
     return Part(
         workers,
-        len(of.gradients),
         end_s - start_s,
         [[shift(s) for s in of.gradients[rank] if is_seen(s)] for rank in workers],
         [
@@ -191,7 +172,6 @@ def visible_part(of: GossipTrace, length_s: float | None = None) -> Part:
             for one in of.exchanges
             if {one.i, one.j} <= shown and (is_seen(one.at_i) or is_seen(one.at_j))
         ],
-        [[of.counts[i][j] for j in workers] for i in workers],
     )
 
 

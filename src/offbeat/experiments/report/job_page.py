@@ -1,8 +1,10 @@
-"""HTML page of a job, from its record and those of the runs whose checkpoints it continued."""
+"""HTML page of a job: that of a comparison with one contestant."""
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import fmean
@@ -15,34 +17,27 @@ from offbeat.core.sim.trace import COMPUTE, Trace, shift_span, spans_from_dict
 from offbeat.core.transport.topology import Topology
 from offbeat.experiments.record.run_directory import Contestant, RankRecord, Repetition, Run
 from offbeat.experiments.report import words
-from offbeat.experiments.report.bars import Bar, predicted_bar
 from offbeat.experiments.report.breakdown import Parts, Split, parts_of
-from offbeat.experiments.report.chart import Chart
 from offbeat.experiments.report.job import (
     JobReport,
-    earlier_records,
     job_report,
     members_of,
     process_fact,
     total_of,
 )
-from offbeat.experiments.report.job_charts import (
-    TimeAxis,
-    loss_plot,
-    members_plot,
-    metric_plots,
-    metric_points,
-    time_plot,
-)
 from offbeat.experiments.report.job_text import TITLES, rank_text, split_text
-from offbeat.experiments.report.page import render_view, shared_view
+from offbeat.experiments.report.page import render as render_page
 from offbeat.experiments.report.summary import Row
 from offbeat.experiments.report.timeline import predicted_window
 from offbeat.jobs.record_folder import PAGE_FILE
 from offbeat.jobs.record_lines import JobRecord, RankLines, load
 from offbeat.jobs.words import count_text, duration, local_time
 
-LABEL = "job"
+MOST_EVENTS = 40  # newest events that are listed
+MOST_POINTS = 240  # points of the curve of the loss
+
+Curve = tuple[tuple[int, float, float], ...]
+"""Iteration, seconds since the start, and value of each point."""
 
 
 def write(folders: Sequence[Path], now: float, output: Path | None = None) -> Path:
@@ -66,48 +61,37 @@ def write(folders: Sequence[Path], now: float, output: Path | None = None) -> Pa
 def render(record: JobRecord, now: float) -> str:
     """Return the page of a job as HTML. `now` is in seconds since 1970."""
     report = job_report(record, now)
-    chain = [*reversed(list(earlier_records(record))), record]
     run = _as_run(record, report)
-    row = _row(record, report, run)
-    [contestant] = run.contestants
-    bars = [(_measured_bar(report), predicted_bar(row))]
-    shared = shared_view(run, [(row, contestant, report.strategy)], bars, {})
-    start_t = min(job_report(one, now).started_t for one in chain)
-    axis = TimeAxis.of(start_t, report.started_t + report.duration_s)
-    return render_view(
-        {
-            **shared,
-            "kind": "job",
-            "sentence": _sentence(report),
-            "reservations": _reservations(report),
-            "eyebrow": _eyebrow(report),
-            "banners": _banners(report),
-            "early_plots": [time_plot(chain, report, axis), *members_plot(record, report, axis)],
-            "plots": [loss_plot(chain, axis), *metric_plots(chain, axis)],
-            "distance": Chart("", "s", ()),
-            "conditions": "Means over all ranks with lines, and over the iterations after the "
-            "measurement of a profile.",
-            "reassurance": [],
-            "measured": _window_text(run),
-            "facts": _facts(record, report),
-            "tables": list(_tables(record, report)),
-            "failed": [],
-        }
-    )
+    own = {
+        "kind": "job",
+        "sentence": _sentence(report),
+        "reservations": _reservations(report),
+        "eyebrow": _eyebrow(report),
+        "banners": _banners(report),
+        "conditions": "Means over all ranks with lines, and over the iterations after the "
+        "measurement of a profile.",
+        "measured": _window_text(run),
+        "facts": _facts(record, report),
+        "tables": list(_tables(record, report)),
+    }
+    return render_page(run, [_row(record, report, run)], {}, own)
 
 
 # --- the job as a run ----------------------------------------------------------------------------
 
 
 def _as_run(record: JobRecord, report: JobReport) -> Run:
-    """Return the job as a comparison of one strategy, without losses."""
+    """Return the job as a comparison of one strategy."""
     plan = _newest(record, "plan", Plan)
-    ranks = tuple(_recorded_ranks(record, report.strategy, plan))
+    ranks = list(_recorded_ranks(record, report.strategy, plan))
+    losses = tuple(_losses(record, report.started_t))
+    ranks = [replace(rank, losses=losses) for rank in ranks]
+    ranks[0] = replace(ranks[0], metrics=_metrics(record, report.started_t))
     contestant = Contestant(
-        LABEL,
+        report.strategy,
         report.strategy,
         {},
-        (Repetition(0, ranks),) if ranks else (),
+        (Repetition(0, tuple(ranks), zero_s=0.0),),
         plan,
         _newest(record, "predicted", Trace),
     )
@@ -137,34 +121,37 @@ def _newest(record: JobRecord, name: str, kind: Any) -> Any:
 
 
 def _recorded_ranks(record: JobRecord, strategy: str, plan: Plan | None) -> Iterator[RankRecord]:
-    """Yield the newest timeline that the first ranks have in common; nothing without rank 0's."""
+    """Yield the newest timeline that the first ranks have in common; rank 0 without one if there is
+    none."""
     windows = list[Mapping[int, Mapping[str, Any]]]()
     for rank in range(record.world_size):
-        lines = record.ranks.get(rank, RankLines())
-        own = {line["first"]: line for line in lines.details if line.get("kind") == "spans"}
+        lines = record.ranks.get(rank, RankLines()).spans
+        own = {int(line["first"]): line for line in lines if "first" in line}
         if not own or (windows and not own.keys() & windows[0].keys()):
             break
         windows.append(own)
     nodes = Topology.from_record(record.run)
     notes = {} if nodes is None else nodes.record()
     common = set.intersection(*(set(own) for own in windows)) if windows else set()
-    for rank, own in enumerate(windows if common else windows[:1]):
-        first = max(common or own)
-        trace = _trace_of(own[first], first, strategy, plan, notes)
-        if trace is not None:
-            yield RankRecord(rank, strategy, trace)
+    traces = [_trace_of(own, max(common or own), strategy, plan, notes) for own in windows]
+    if not traces or None in traces:
+        traces = [Trace("measured", strategy, ((),), (0.0,), notes=notes)]
+    for rank, trace in enumerate(traces if common else traces[:1]):
+        assert trace is not None
+        yield RankRecord(rank, strategy, trace)
 
 
 def _trace_of(
-    line: Mapping[str, Any],
+    windows: Mapping[int, Mapping[str, Any]],
     first: int,
     strategy: str,
     plan: Plan | None,
     notes: Mapping[str, Any],
 ) -> Trace | None:
-    """Return the trace of a line with spans; None if they cannot be read."""
+    """Return the trace of the line with spans from iteration `first` on; None if it cannot be
+    read."""
     try:
-        spans = spans_from_dict(line["spans"])
+        spans = spans_from_dict(windows[first]["spans"])
     except (KeyError, TypeError, ValueError):
         return None
     own = [span for span in spans if span.lane == COMPUTE]
@@ -183,6 +170,36 @@ def _trace_of(
     return Trace("measured", strategy, ends, starts, spans, first, min(period, count), notes)
 
 
+def _losses(record: JobRecord, start_t: float) -> Iterator[tuple[int, float, float]]:
+    """Yield iteration, seconds and loss of each interval of the first rank with losses: means over
+    the ranks, whose intervals end at other times."""
+    ranks = [lines.intervals for lines in record.ranks.values()]
+    lossy = [[i for i in own if i.loss is not None and i.loss.n] for own in ranks]
+    own = next(filter(None, lossy), [])
+    width = max(1, -(-len(own) // MOST_POINTS))
+    ends = [*own[width - 1 :: width], *(own[-1:] if len(own) % width else [])]
+    stops, sums = [end.stop for end in ends], [[0.0, 0] for _ in ends]
+    for interval in (i for intervals in lossy for i in intervals):
+        assert interval.loss is not None
+        cell = sums[min(bisect_left(stops, interval.stop), len(sums) - 1)]
+        cell[0] += interval.loss.n * interval.loss.mean
+        cell[1] += interval.loss.n
+    for end, (total, n) in zip(ends, sums, strict=True):
+        yield end.stop - 1, max(0.0, end.t - start_t), total / n
+
+
+def _metrics(record: JobRecord, start_t: float) -> dict[str, Curve]:
+    """Return each reported metric, of the first rank that reports it."""
+    found: dict[str, Curve] = {}
+    for _, lines in sorted(record.ranks.items()):
+        own: dict[str, Curve] = {}
+        for line in lines.metrics:
+            point = line["iteration"], max(0.0, line["t"] - start_t), line["value"]
+            own[line["name"]] = (*own.get(line["name"], ()), point)
+        found = own | found
+    return found
+
+
 def _row(record: JobRecord, report: JobReport, run: Run) -> Row:
     measured_s, predicted_s = report.iteration_s, report.predicted_s
     window = predicted_window(run.contestants[0])
@@ -197,8 +214,9 @@ def _row(record: JobRecord, report: JobReport, run: Run) -> Row:
         )
         split = Split(expected, parts, measured_s - predicted_s)
     counted, sent = max(report.counted, 1), report.sent_bytes
+    metrics = run.contestants[0].repetitions[0].ranks[0].metrics
     return Row(
-        LABEL,
+        report.strategy,
         report.strategy,
         repetitions=1,
         failed=0,
@@ -211,7 +229,7 @@ def _row(record: JobRecord, report: JobReport, run: Run) -> Row:
         final_loss=None if report.losses is None else report.losses[1],
         split=split,
         iterations=report.iterations,
-        metrics={name: points[-1][1] for name, points in metric_points(record).items()},
+        metrics={name: points[-1][2] for name, points in metrics.items()},
         problem="no iteration has ended",
     )
 
@@ -220,13 +238,6 @@ def _message_s(record: JobRecord) -> float:
     """Return the seconds of messages per iteration at the rank that waits in them least."""
     totals = [total_of(lines) for lines in record.ranks.values()]
     return min((total.message_s for total in totals if total is not None), default=0.0)
-
-
-def _measured_bar(report: JobReport) -> Bar | None:
-    if report.iteration_s is None:
-        return None
-    waits_s = (report.messages_s or 0.0) + (report.late_s or 0.0)
-    return Bar(max(0.0, report.iteration_s - waits_s), waits_s)
 
 
 # --- texts ---------------------------------------------------------------------------------------
@@ -266,11 +277,11 @@ def _banners(report: JobReport) -> list[str]:
 
 def _window_text(run: Run) -> str:
     """Return which iterations the timelines show."""
-    for rep in run.contestants[0].repetitions:
-        trace = rep.trace
-        last = trace.first + trace.iterations - 1
-        return f"The timeline is of iterations {trace.first:,} to {last:,}."
-    return "No timeline of single iterations was recorded."
+    trace = run.contestants[0].repetitions[0].trace
+    if not trace.iterations:
+        return "No timeline of single iterations was recorded."
+    last = trace.first + trace.iterations - 1
+    return f"The timeline is of iterations {trace.first:,} to {last:,}."
 
 
 def _facts(record: JobRecord, report: JobReport) -> dict[str, Any]:
@@ -287,7 +298,7 @@ def _facts(record: JobRecord, report: JobReport) -> dict[str, Any]:
 
 
 def _tables(record: JobRecord, report: JobReport) -> Iterator[dict[str, Any]]:
-    """Yield the tables of ranks and of changes of the members."""
+    """Yield the tables of ranks, of changes of the members, and of events."""
     yield words.record_table("ranks", list(_rank_rows(record)))
     if report.members is not None:
         rows = [
@@ -306,6 +317,16 @@ def _tables(record: JobRecord, report: JobReport) -> Iterator[dict[str, Any]]:
             for change in report.members.changes
         ]
         yield words.record_table("changes of the members", rows)
+    events = [
+        {
+            "iteration": f"{event.get('iteration', 0):,}",
+            "event": event.get("event"),
+            "": words.one_line(event.get("text")),
+        }
+        for event in report.events[-MOST_EVENTS:]
+    ]
+    if events:
+        yield words.record_table("newest events", events)
 
 
 def _rank_rows(record: JobRecord) -> Iterator[dict[str, Any]]:

@@ -22,7 +22,7 @@ from offbeat.experiments.record.run_directory import Contestant, Run, count_skip
 from offbeat.experiments.report import boxes, curves, drawing, words
 from offbeat.experiments.report.bars import Bar, bars_of
 from offbeat.experiments.report.breakdown import explain_error
-from offbeat.experiments.report.chart import SIZE, Chart, as_html
+from offbeat.experiments.report.chart import Chart, as_html
 from offbeat.experiments.report.curves import Ordered
 from offbeat.experiments.report.decisions import decisions, group_by_text
 from offbeat.experiments.report.headline import (
@@ -54,29 +54,30 @@ class Plot:
     Attributes:
         name: name of the quantity.
         seconds: chart against time.
-        iterations: chart against iterations; None for none.
+        iterations: chart against iterations.
         notes: sentences above the chart.
-        votes: votes below the chart.
-        events: numbered events, whose numbers are marks of the chart.
-        missing: sentence in place of a chart without lines.
     """
 
     name: str
     seconds: Chart
-    iterations: Chart | None
+    iterations: Chart
     notes: Sequence[str]
-    votes: Sequence[Mapping[str, Any]] = ()
-    events: Sequence[Mapping[str, Any]] = ()
-    missing: str = "No losses were recorded."
 
 
-def render(run: Run, rows: Sequence[Row], traces: Mapping[str, Mapping[str, str]]) -> str:
-    """Return the page of a comparison. `traces[label][source]` are names of linked trace files."""
-    return render_view(view(run, rows, traces))
+def render(
+    run: Run,
+    rows: Sequence[Row],
+    traces: Mapping[str, Mapping[str, str]],
+    own: Mapping[str, Any] | None = None,
+) -> str:
+    """Return the page of a comparison as HTML.
 
-
-def render_view(variables: Mapping[str, Any]) -> str:
-    """Return a page as HTML. `variables` are those of `view`."""
+    Args:
+        run: the comparison.
+        rows: result of `summarize`.
+        traces: names of linked trace files by label and source.
+        own: variables in place of those of `view`; a job has other facts and texts.
+    """
     environment = jinja2.Environment(
         autoescape=True,
         undefined=jinja2.StrictUndefined,
@@ -92,7 +93,7 @@ def render_view(variables: Mapping[str, Any]) -> str:
     environment.filters["chart"] = lambda chart: Markup(as_html(chart))
     script = asset("page.js")
     return environment.from_string(asset("page.html")).render(
-        **variables,
+        **view(run, rows, traces) | dict(own or {}),
         no_chart=Chart("", "s", ()),
         count=words.count_text,
         css=Markup(asset("boxes.css") + asset("page.css")),
@@ -108,18 +109,18 @@ def asset(name: str) -> str:
 def view(run: Run, rows: Sequence[Row], traces: Mapping[str, Mapping[str, str]]) -> dict[str, Any]:
     """Return the variables of the template for a comparison."""
     found, order = headline(run, rows), curves.rank_contestants(run, rows)
-    shared = shared_view(run, order, bars_of(run, order), traces, found.best)
+    table = _table(run, order, bars_of(run, order), found.best)
     reservations = list(found.reservations)
-    if (ddp := shared["table"]["ddp"]) is not None:
+    if (ddp := table["ddp"]) is not None:
         reservations.append(f"DDP would take {words.seconds(ddp.total_s)} (predicted).")
+    timelines, length_s = _timelines(run, order)
+    profile = run.profile
     return {
-        **shared,
         "kind": "comparison" if len(run.contestants) > 1 else "run",
         "sentence": found.sentence,
         "reservations": " ".join(reservations),
         "eyebrow": _eyebrow(run, rows),
         "banners": _banners(run),
-        "early_plots": [],
         "plots": _plots(run, order, curves.losses_of(order)),
         "distance": curves.distance_chart(order),
         "conditions": conditions(run, rows),
@@ -128,38 +129,15 @@ def view(run: Run, rows: Sequence[Row], traces: Mapping[str, Mapping[str, str]])
         "facts": _facts(run),
         "tables": _cluster_tables({**run.cluster, **_link_facts(run)}),
         "failed": _failed_repetitions(run),
-    }
-
-
-def shared_view(
-    run: Run,
-    order: Ordered,
-    drawn: Sequence[tuple[Bar | None, Bar | None]],
-    traces: Mapping[str, Mapping[str, str]],
-    best: Row | None = None,
-) -> dict[str, Any]:
-    """Return the variables that the pages of a comparison and of a job have in common.
-
-    Args:
-        run: the comparison, or a job as a comparison of one strategy.
-        order: rows with contestants and names, best first.
-        drawn: measured and predicted bar of each row.
-        traces: names of linked trace files by label and source.
-        best: row of the winner.
-    """
-    timelines, length_s = _timelines(run, order)
-    profile = run.profile
-    return {
         "place": _place(run),
         "legs": profile is not None and profile.inside is not None,
         "replicas": "" if profile is None else replica_text(profile),
         "run": run,
         "command": shlex.join(run.command_line),
-        "table": _table(run, order, drawn, best),
+        "table": table,
         "goal": next((row.goal for row, *_ in order if row.goal is not None), None),
         "timelines": timelines,
         "length_s": length_s,
-        "other_hosts": drawing.pack_lanes(timelines),
         "legend": Markup(boxes.legend("".join(one.html for one in timelines))),
         "axis": Markup(boxes.axis(length_s)) if timelines else "",
         "errors": _errors(run, order),
@@ -309,13 +287,9 @@ def _predicted_ddp(run: Run) -> Bar | None:
 
 def _timelines(run: Run, order: Ordered) -> tuple[list[drawing.Drawn], float]:
     """Return the timelines of all strategies and the length of their window."""
-    length_s, drawn = drawing.window_length_s(run), list[drawing.Drawn]()
-    for zoom in (True, False) if length_s else ():
-        found = (drawing.draw(run, c, name, length_s, zoom) for _, c, name in order)
-        drawn = [one for one in found if one is not None]
-        if sum(len(one.html) for one in drawn) < drawing.MOST_BYTES:
-            break
-    return drawn, length_s
+    length_s = drawing.window_length_s(run)
+    drawn = (drawing.draw(run, c, name, length_s) for _, c, name in order) if length_s else ()
+    return [one for one in drawn if one is not None], length_s
 
 
 def _place(run: Run) -> str:
@@ -372,14 +346,12 @@ def _causes(run: Run, row: Row, contestant: Contestant) -> Iterator[str]:
 
 def _plots(run: Run, order: Ordered, losses: Mapping[str, curves.Losses]) -> list[Plot]:
     """Return the charts of the loss and of each metric, against seconds and iterations."""
-    loss = curves.loss_chart(order, losses, "seconds")
     return [
         Plot(
             "Loss",
-            loss,
+            curves.loss_chart(order, losses, "seconds"),
             curves.loss_chart(order, losses, "iterations"),
-            curves.loss_notes(run, [row for row, *_ in order], losses),
-            list(_votes(order, loss)),
+            [*curves.loss_notes(run, [row for row, *_ in order], losses), *_vote_notes(order)],
         ),
         *(
             Plot(name, chart, other, [METRIC_NOTE])
@@ -392,19 +364,12 @@ def _plots(run: Run, order: Ordered, losses: Mapping[str, curves.Losses]) -> lis
     ]
 
 
-def _votes(order: Ordered, losses: Chart) -> Iterator[dict[str, Any]]:
-    """Yield the votes of each rank as marks below the chart of the loss."""
+def _vote_notes(order: Ordered) -> Iterator[str]:
+    """Yield a sentence about the votes of each strategy that has some."""
     for _, contestant, name in order:
         rep = next(iter(contestant.complete), None)
-        votes = None if rep is None else votes_of(rep)
-        if rep is None or votes is None:
-            continue
-        marks = curves.vote_seconds(rep, votes) if losses.lines else {}
-        paths = {
-            rank: "".join(f"M{round(SIZE * s / losses.right)} 0V9" for s in seconds)
-            for rank, seconds in marks.items()
-        }
-        yield {"name": name, "text": describe_votes(rep, votes), "paths": paths}
+        if rep is not None and (votes := votes_of(rep)) is not None:
+            yield f"{name}: {describe_votes(rep, votes)}"
 
 
 # --- how it was run ------------------------------------------------------------------------------

@@ -211,13 +211,11 @@ def iteration_s(run: Run, rep: Repetition) -> float | None:
 
 
 def counted_seconds(rep: Repetition) -> Callable[[int, float], float]:
-    """Return a function of an iteration and its seconds from the trace's origin.
-
-    It returns the seconds since the end of the first iteration, as starting a job is no merit of a
-    strategy.
-    """
-    trace = rep.trace
-    zero_s = min(trace.starts_s, default=0.0) + sum(trace.iteration_seconds()[:1])
+    """Return a function of an iteration and its seconds from the trace's origin. It returns the
+    seconds since `Repetition.zero_s`."""
+    trace, zero_s = rep.trace, rep.zero_s
+    if zero_s is None:
+        zero_s = min(trace.starts_s, default=0.0) + sum(trace.iteration_seconds()[:1])
     return lambda _, seconds: max(0.0, seconds - zero_s)
 
 
