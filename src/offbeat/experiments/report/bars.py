@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from offbeat.experiments.record.run_directory import Run
+from offbeat.experiments.record.run_directory import Contestant, Run
 from offbeat.experiments.report import words
 from offbeat.experiments.report.breakdown import Parts, measured_parts
 from offbeat.experiments.report.curves import Ordered
@@ -64,4 +64,11 @@ def predicted_bar(row: Row) -> Bar | None:
 
 def bars_of(run: Run, order: Ordered) -> list[tuple[Bar | None, Bar | None]]:
     """Return the measured and the predicted bar of each strategy."""
-    return [(_measured_bar(row, measured_parts(run, c)), predicted_bar(row)) for row, c, _ in order]
+    return [(_measured_bar(row, _parts(run, row, c)), predicted_bar(row)) for row, c, _ in order]
+
+
+def _parts(run: Run, row: Row, contestant: Contestant) -> tuple[Parts, bool] | None:
+    """Return the measured parts of an iteration, and whether they are estimates."""
+    if row.split is not None:
+        return row.split.measured, row.split.estimated
+    return measured_parts(run, contestant)

@@ -193,11 +193,13 @@ def loss_notes(run: Run, rows: Sequence[Row], losses: Mapping[str, Losses]) -> l
     if not known:
         return []
     hosts = "mean over ranks" + " and repetitions" * any(row.repetitions > 1 for row in rows)
-    notes = [f"Training loss, {hosts}, from the end of the first iteration on."]
+    since = ", from the end of the first iteration on"
+    since *= all(rep.zero_s is None for _, rep, _ in run.records())
+    notes = [f"Training loss, {hosts}{since}."]
     smoothed = any(not found.is_short for found in known)
     if smoothed:
         notes.append(f"Lines are trailing means of {SMOOTH} iterations; the faint line is not.")
-    else:
+    elif any(row.target_loss is not None for row in rows):
         notes.append(f"The target is reached by the mean of the last {SMOOTH} iterations.")
     counts = [len(record.losses) for _, _, record in run.records()]
     if max(counts, default=0) > MOST_POINTS:
