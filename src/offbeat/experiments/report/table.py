@@ -6,6 +6,11 @@ import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from io import StringIO
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
 
 from offbeat.experiments.record.run_directory import Run
 from offbeat.experiments.report import words
@@ -31,7 +36,7 @@ def render(run: Run, rows: Sequence[Row], width: int, *, sentence: bool = True) 
     Without `sentence` the headline consists of its reservations.
     """
     names, found = display_names(rows), headline(run, rows)
-    lines = list(_table(grid(rows, width), width))
+    lines = list(_table(rows, width))
     if times := [
         f"{names[row.label]} {words.seconds(row.device_s)}" for row in rows if row.device_s
     ]:
@@ -79,67 +84,43 @@ def details(row: Row) -> Iterator[str]:
         yield f"final loss {' to '.join(map(words.loss, row.final_spread))}"
 
 
-@dataclass(frozen=True)
-class Grid:
-    """Cells of the table as text.
-
-    Attributes:
-        heads: two lines of the head of each column.
-        cells: cells of each measured strategy, best first.
-        failed: (name, reason) of each strategy without a measurement.
-        legend: meaning of marks and of numbered names.
-    """
-
-    heads: Sequence[tuple[str, str]]
-    cells: Sequence[Sequence[str]]
-    failed: Sequence[tuple[str, str]]
-    legend: Sequence[str]
-
-
-def grid(rows: Sequence[Row], width: float) -> Grid:
-    """Return the cells of the columns that fit into `width` characters."""
+def _table(rows: Sequence[Row], width: int) -> Iterator[str]:
+    """Yield the lines of the table with the columns that fit, failures, and the legend."""
     names = display_names(rows)
     marks = {row.label: names[row.label] + " ~" * bool(row.disturbed) for row in rows}
+    failed = [row for row in rows if row.iteration_s is None]
     measured = [row for row in rank_rows(rows) if row.iteration_s is not None]
     columns = [column for column in _columns(rows, marks) if column.least <= width]
-    while _width(columns, measured) > width and any(column.least for column in columns):
+    least = max((len(marks[row.label]) for row in failed), default=0)
+    console = Console(file=StringIO(), width=width, markup=False, emoji=False, highlight=False)
+    unlimited = console.options.update(width=1 << 16)
+    table = _rich_table(columns, measured, least)
+    while console.measure(table, options=unlimited).maximum > width:
+        if not any(column.least for column in columns):
+            break
         columns.remove(max(reversed(columns), key=lambda column: column.least))
-    return Grid(
-        [column.heads for column in columns],
-        [[column.text(row) for column in columns] for row in measured],
-        [
-            (marks[row.label], "was not run" if row.not_run else row.problem)
-            for row in rows
-            if row.iteration_s is None
-        ],
-        list(_legend(rows, names)),
-    )
+        table = _rich_table(columns, measured, least)
+    with console.capture() as captured:
+        console.print(table)
+    lines = [line.rstrip() for line in captured.get().splitlines()]
+    yield from lines
+    indent = " " * (max([least, *(len(marks[row.label]) for row in measured), 8]) + len(GAP))
+    for row in failed:
+        why = "was not run" if row.not_run else row.problem
+        yield from wrap(marks[row.label].ljust(len(indent)) + why, width, indent)
+    yield from _legend(rows, names)
 
 
-def _width(columns: Sequence[_Column], rows: Sequence[Row]) -> int:
-    """Return the characters of a line of the table."""
-    texts = [[*column.heads, *map(column.text, rows)] for column in columns]
-    return sum(max(map(len, cells)) for cells in texts) + len(GAP) * (len(columns) - 1)
-
-
-def _table(found: Grid, width: int) -> Iterator[str]:
-    shown = [*zip(*found.heads, strict=True), *found.cells]
-    widths = [max(map(len, texts)) for texts in zip(*shown, strict=True)]
-    widths[0] = max(widths[0], *(len(name) for name, _ in found.failed), 0)
-
-    def format_line(texts: Sequence[str]) -> str:
-        first, *others = texts
-        rest = [text.rjust(size) for text, size in zip(others, widths[1:], strict=True)]
-        return GAP.join([first.ljust(widths[0]), *rest]).rstrip()
-
-    whole = sum(widths) + len(GAP) * (len(widths) - 1)
-    yield from map(format_line, shown[:2])
-    yield "─" * min(whole, width)
-    yield from map(format_line, found.cells)
-    indent = " " * (widths[0] + len(GAP))
-    for name, why in found.failed:
-        yield from wrap(name.ljust(len(indent)) + why, width, indent)
-    yield from found.legend
+def _rich_table(columns: Sequence[_Column], rows: Sequence[Row], least: int) -> Table:
+    """Return the table; its first column has at least `least` characters."""
+    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, len(GAP) - 1, 0, 0))
+    for number, column in enumerate(columns):
+        justify = "right" if number else "left"
+        size = 0 if number else least
+        table.add_column("\n".join(column.heads), justify=justify, no_wrap=True, min_width=size)
+    for row in rows:
+        table.add_row(*(column.text(row) for column in columns))
+    return table
 
 
 def _columns(rows: Sequence[Row], marks: dict[str, str]) -> list[_Column]:
