@@ -7,6 +7,7 @@ import random
 import numpy as np
 import pytest
 from cases.report_runs import NODES, spans_of_nodes
+from cases.scripts import benchmark
 from cases.synthetic_runs import NEAR_AND_FAR, late, profile, write_run
 from cases.tiny_runs import dump, record, steady, write_tiny
 from hypothesis import given
@@ -16,7 +17,7 @@ from offbeat.core.derive.windows import Windows
 from offbeat.core.sim.trace import COMPUTE, Span, Trace
 from offbeat.core.transport.topology import Topology
 from offbeat.experiments.report import load, summarize
-from offbeat.experiments.report.breakdown import parts_of
+from offbeat.experiments.report.breakdown import group_by_message, parts_of
 from offbeat.experiments.report.timeline import (
     Generations,
     Window,
@@ -25,8 +26,9 @@ from offbeat.experiments.report.timeline import (
     recorded_runs,
     window_of,
 )
-from offbeat.experiments.report.traffic import group_by_message, link_loads
 from offbeat.plan import Apply, Moment, Phases, Plan
+
+link_loads = benchmark("link_load").link_loads
 
 # ---- windows -----------------------------------------------------------------------------------
 

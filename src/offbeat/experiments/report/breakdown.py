@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass
 from statistics import fmean
 
-from offbeat.core.sim.trace import COMPUTE, Trace
+from offbeat.core.plan import INSIDE, base_link
+from offbeat.core.sim.trace import COMPUTE, Span, Trace
 from offbeat.core.transport.topology import Topology
 from offbeat.experiments.record.run_directory import Contestant, Run
 from offbeat.experiments.report import words
@@ -19,7 +20,6 @@ from offbeat.experiments.report.timeline import (
     recorded_runs,
     window_of,
 )
-from offbeat.experiments.report.traffic import group_by_message
 
 WORTH_SAYING = 0.03  # least explained error, as a share of the measured iteration
 NAMED = 0.1  # least share of the error for which a part is named
@@ -198,6 +198,28 @@ def _transfers(trace: Trace, offsets: Sequence[float]) -> dict[int, list[Interva
             begun_s = min(begin_s + offsets[span.rank], span.end_s)
             transfers[span.rank].append((begun_s, span.end_s))
     return transfers
+
+
+def group_by_message(spans: Iterable[Span], nodes: Topology | None = None) -> list[list[Span]]:
+    """Group the spans of messages by message, with one span for each of its ranks.
+
+    Where replicas have several ranks, a message inside has the ranks of a node. One between
+    replicas has all ranks, or those of a column if replicas are sharded.
+    """
+    found: dict[tuple, list[Span]] = defaultdict(list)
+    seen: Counter[tuple] = Counter()
+    messages = (span for span in spans if span.lane != COMPUTE)
+    for span in sorted(messages, key=lambda span: span.start_s):
+        part = 0
+        if nodes is not None and base_link(span.lane) == INSIDE:
+            part = nodes.replica_of(span.rank)
+        elif nodes is not None and nodes.sharded:
+            part = nodes.member_of(span.rank)
+        key = span.lane, span.iteration, span.kind, span.buckets, span.way, part
+        number = seen[span.rank, key]  # distinguishes slices of one bucket
+        seen[span.rank, key] += 1
+        found[*key, number].append(span)
+    return [*found.values()]
 
 
 def _clip_intervals(spans: Iterable[Interval], within: Interval) -> list[Interval]:

@@ -27,7 +27,6 @@ from offbeat.experiments.report.losses import (
     target_loss,
 )
 from offbeat.experiments.report.metrics import final_metrics, metric_curve, reach, rises
-from offbeat.experiments.report.traffic import link_loads
 from offbeat.experiments.report.votes import votes_of
 
 YARDSTICK = "ddp"
@@ -54,8 +53,7 @@ class Row:
         bound_s: lower bound of the seconds per iteration.
         exposed_s: predicted seconds of communication per iteration that compute does not hide.
         sent_bytes: measured payload bytes per iteration and replica on links between replicas,
-            median over repetitions, as are the next three.
-        unevenness: most bytes that a rank sends over a link in 1/2N of an iteration, over the mean.
+            median over repetitions, as are the next two.
         lssr: share of synchronizations that votes omitted: local / (local + synchronous).
         spared_bytes: bytes per rank that votes omitted over the whole run.
         final_loss: mean loss at the end; None if not finite.
@@ -101,7 +99,6 @@ class Row:
     bound_s: float | None = None
     exposed_s: float | None = None
     sent_bytes: float | None = None
-    unevenness: float | None = None
     lssr: float | None = None
     spared_bytes: float | None = None
     final_loss: float | None = None
@@ -263,12 +260,6 @@ def sent_bytes(run: Run, rep: Repetition) -> float | None:
     return per_replica * by_rank
 
 
-def unevenness(run: Run, rep: Repetition) -> float | None:
-    """Return the largest unevenness of any rank's link; None without recorded messages."""
-    loads = link_loads(rep.trace, count_skipped(run, rep) + rep.trace.first)
-    return max((load.unevenness for load in loads), default=None)
-
-
 def _row(run: Run, contestant: Contestant, target: float | None) -> Row:
     reps = contestant.complete
     measured = [pace for rep in reps if (pace := paces(run, rep)) is not None]
@@ -281,7 +272,6 @@ def _row(run: Run, contestant: Contestant, target: float | None) -> Row:
         iterations_per_s=_median(pace[0] for pace in measured),
         updates_per_s=_median(pace[1] for pace in measured),
         sent_bytes=_median(sent_bytes(run, rep) for rep in reps),
-        unevenness=_median(unevenness(run, rep) for rep in reps),
         lssr=_median(v.lssr for v in voted),
         spared_bytes=_median(v.spared_bytes for v in voted),
         final_loss=final_loss(contestant),

@@ -78,8 +78,6 @@ def details(row: Row) -> Iterator[str]:
         yield f"{words.digits(row.updates_per_s)} updates per second"
     if row.lssr is not None:
         yield f"{words.percent(row.lssr)} of its averages omitted by votes"
-    if row.unevenness is not None:
-        yield f"busiest moment {words.ratio(row.unevenness)} its mean"
     if row.final_spread is not None and not row.same_losses:
         yield f"final loss {' to '.join(map(words.loss, row.final_spread))}"
 

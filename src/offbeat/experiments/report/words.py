@@ -61,11 +61,6 @@ def column_of(values: Iterable[float | None]) -> Callable[[float | None], str]:
     return lambda value: NONE if value is None else f"{digits(value / scale)} {name}"
 
 
-def ratio(value: float | None) -> str:
-    """Return a ratio such as '3.31×'."""
-    return NONE if value is None else f"{value:.2f}×"
-
-
 def factor(value: float | None) -> str:
     """Return a factor with two digits, such as '3.1' or '12'."""
     return NONE if value is None else digits(value, 2)
