@@ -70,7 +70,7 @@ def exchange(rate: str | None, mb: str, repetitions: int) -> None:
     mb_s = [one["mb_s"] for one in found]
     share = ""
     if rate:
-        from offbeat.lab.units import parse_rate_bps
+        from offbeat.core.units import parse_rate_bps
 
         full_bps = parse_rate_bps(rate) or 1
         each = [100 * 8e6 * one / full_bps for one in mb_s]

@@ -22,7 +22,7 @@ from typing import Any
 
 from tables import save
 
-from offbeat.cli import app, texts
+from offbeat.cli import app
 from offbeat.cli.entry import mark_script
 from offbeat.experiments.advice.methods import ESTIMATED
 from offbeat.experiments.advice.other_networks import described_link, on_links
@@ -174,7 +174,7 @@ STORIES = (
         "two machines of 8 A100 with 1 Gbit/s, 7B parameters, ZeRO-3: slower than one. Why?",
         "DeepSpeed 5770, 4281, 6889; LLaVA 362; LlamaFactory 5014",
         llama_7b,
-        "--hosts 2 --per-host 8 --rate 1gbit --samples 1G --batch 8192 --device-memory 80GB",
+        "--hosts 2 --per-node 8 --rate 1gbit --samples 1G --batch 8192 --device-memory 80GB",
     ),
     Story(
         "four-consumers",
@@ -188,7 +188,7 @@ STORIES = (
         "two sites of 64 A100 with 1 Gbit/s, 20 ms and .01 % of loss between them",
         "skypilot 5554; torchtitan 566; prime-diloco 173",
         llama_8b,
-        "--cluster benchmarks/stories/two-sites.toml --per-host 64 --samples 10G --batch 8192",
+        "--cluster benchmarks/stories/two-sites.toml --per-node 64 --samples 10G --batch 8192",
         TWO_SITES,
     ),
     Story(
@@ -294,13 +294,13 @@ def answer_of(story: Story) -> Answer:
     _, bound, *_ = app.parse_args(words, exit_on_error=False, print_error=False)
     given = bound.arguments
     question = Question(
-        work=Work.of(texts.parse_count("--samples", given.get("samples")), given.get("batch")),
+        work=Work.of(given.get("samples"), given.get("batch")),
         hosts=given.get("hosts"),
         rate=given.get("rate"),
-        devices=given.get("per_host", 1),
+        devices=given.get("per_node", 1),
         cluster=given.get("cluster"),
         max_staleness=given.get("max_staleness", MAX_STALENESS),
-        device_memory=texts.parse_size("--device-memory", given.get("device_memory")),
+        device_memory=given.get("device_memory"),
     )
     return answer(question, Profile.load(given["profile"]), given["profile"])
 

@@ -15,6 +15,7 @@ from harness.ranks import enter, namespaces_of, run_ranks
 from offbeat.lab import Lab
 from offbeat.lab.addressing import address
 
+PORTS = "29600-29600"  # on each address
 Printed = tuple[int, str, str]  # exit code, stdout, stderr
 
 
@@ -23,7 +24,6 @@ def check_in(
     ranks: int,
     change: Callable[[int], None] | None = None,
     *,
-    port: int | None = None,
     quick: bool = False,
     strict: bool = False,
 ) -> list[Printed]:
@@ -32,21 +32,21 @@ def check_in(
     `change` is called with the rank in the process of each rank.
     """
     names = namespaces_of(lab)[1:]
-    options = {"port": port, "quick": quick, "strict": strict}
+    options = {"quick": quick, "strict": strict}
     return run_ranks(ranks, check_on_host, names, options, change)
 
 
 def check_on_host(
     names: Sequence[str], options: Mapping[str, Any], change: Callable[[int], None] | None
 ) -> Printed:
-    from offbeat.check import connections, link_check
+    from offbeat.check import measure
     from offbeat.check.command import check
 
-    connections.LIMIT_S = link_check.LIMIT_S = 1.0  # on one machine an answer takes milliseconds
+    measure.REACH_S = 1.0  # on one machine an answer takes milliseconds
     rank = int(os.environ["RANK"])
     enter(names[rank])
     socket.gethostname = lambda: f"host-{chr(ord('a') + rank)}"
-    os.environ |= {"MASTER_ADDR": address(0, 0), "OFFBEAT_LINKS": "eth0", "LOCAL_RANK": "0"}
+    os.environ |= {"MASTER_ADDR": address(0, 0), "OFFBEAT_LINKS": "eth0", "OFFBEAT_PORTS": PORTS}
     if change is not None:
         change(rank)
     out, err = io.StringIO(), io.StringIO()
@@ -134,7 +134,24 @@ def end_early(rank: int) -> None:
 
     meeting.STEP_S = 2.0
     if rank == 1:
-        command.LinkCheck.check_reach = lambda _: sys.exit(3)  # type: ignore[method-assign]
+        command.find_unreachable = lambda *_: sys.exit(3)
+
+
+def lose_large_packets(name: str) -> None:
+    """Drop all large packets that the host of a namespace sends, as a tunnel does."""
+    from pyroute2.iproute import IPRoute
+
+    enter(name)
+    with IPRoute() as ip:
+        index = ip.link_lookup(ifname="eth0")[0]
+        ip.tc("replace", "tbf", index=index, handle=0x10000, rate=10**6, burst=900, limit=10**5)
+
+
+def wait_briefly(_: int) -> None:
+    """Give up messages after a second."""
+    from offbeat.check import measure
+
+    measure.MESSAGE_S = 1.0
 
 
 def use_two_links(_: int) -> None:

@@ -115,7 +115,7 @@ REFUSED = [
     ("simulate --profile profile.json", "--plan"),
     ("simulate --profile profile.json --plan plan.json --strategy ddp", "--plan"),
     ("simulate --profile profile.json --plan plan.json --set period=3", "--plan"),
-    ("simulate --profile profile.json --plan plan.json --period 5", "period (5)"),
+    ("simulate --profile profile.json --plan plan.json --period 5", "--period"),
     ("simulate --profile profile.json --plan none.json", "none.json"),
     ("simulate --profile profile.json --plan profile.json", "profile.json"),
     ("simulate --profile profile.json --strategy ddp --iterations 0", "iterations (0)"),
@@ -128,7 +128,7 @@ REFUSED = [
     ("simulate --profile profile.json --strategy dreamddp --period 5,x", "period ('x')"),
     ("simulate --profile profile.json --strategy bsp --rate 5foo", "rate ('5foo')"),
     ("simulate --profile profile.json --strategy bsp --rate unlimited", "rate ('unlimited')"),
-    ("simulate --profile profile.json --strategy bsp --hosts 4,1", "hosts ('1')"),
+    ("simulate --profile profile.json --strategy bsp --hosts 4,1", "hosts (1)"),
     ("simulate --profile profile.json --strategy bsp --jitter .1,-1", "jitter ('-1')"),
     ("run --hots 3 train.py", "--hosts"),
     ("run --hosts 0 train.py", "--hosts (0)"),
@@ -136,10 +136,10 @@ REFUSED = [
     ("run --servers -1 train.py", "--servers (-1)"),
     ("run --rate 10foo train.py", "--rate ('10foo')"),
     ("run --rate=-5mbit train.py", "--rate ('-5mbit')"),
-    ("run --rate --hosts 4 train.py", "--rate ('--hosts')"),
+    ("run --rate --hosts 4 train.py", "--rate"),
     ("run --pace -2 train.py", "pace (-2)"),
-    ("run --wait -1 train.py", "--wait (-1)"),
-    ("run --timeout 0 train.py", "--timeout (0)"),
+    ("run --wait -1 train.py", "--wait ('-1')"),
+    ("run --timeout 0 train.py", "--timeout ('0')"),
     ("run --min-bucket 0 train.py", "--min-bucket (0)"),
     ("run --secret s3cret train.py", "--secret (s3cret)"),
     ("run --lab sea train.py", "--lab"),
@@ -456,17 +456,14 @@ def test_a_module_is_run_as_python_does(
 
 
 SCRIPT_POSITIONS = [
-    ("profile t.py -x -o p.json", "profile -o p.json -- t.py -x"),
-    ("profile t.py -o model.pt", "profile -- t.py -o model.pt"),
+    ("profile -o p.json t.py -x -o q.json", "profile -o p.json -- t.py -x -o q.json"),
     ("run --hosts 2 -- t.py --help", "run --hosts 2 -- t.py --help"),
     ("run --hosts 2 -m a.b --hosts 3", "run --hosts 2 -- -m a.b --hosts 3"),
     ("join 1.2.3.4:5 -m a.b", "join -- 1.2.3.4:5 -m a.b"),
-    (
-        "advise --hosts 4 t.py --lr 3 --rate 20mbit --rehearse --batch=8 x",
-        "advise --hosts 4 --rate 20mbit --rehearse --batch=8 -- t.py --lr 3 x",
-    ),
-    ("rehearse -m a.b --ranks 8 -- --rate 3", "rehearse --ranks 8 -- -m a.b --rate 3"),
+    ("advise --hosts 4 --json t.py --rate 20mbit", "advise --hosts 4 --json -- t.py --rate 20mbit"),
+    ("rehearse -m a.b --ranks 8 -- --rate 3", "rehearse -- -m a.b --ranks 8 -- --rate 3"),
     ("advise -- t.py --hosts 4", "advise -- t.py --hosts 4"),
+    ("advise --profile p.json", "advise --profile p.json"),
 ]
 
 

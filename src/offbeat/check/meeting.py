@@ -13,14 +13,10 @@ from functools import partial
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
 
 from offbeat.core.transport.addresses import is_local, is_store_host, require_address, resolve
-from offbeat.core.transport.rendezvous import (
-    ANSWER_S,
-    create_prefix,
-    open_store,
-    run_limited,
-)
+from offbeat.core.transport.rendezvous import ANSWER_S, connect_store, run_limited
 
 MEET_S = 30.0
 STEP_S = 20.0  # longer than any step of the check, in which a rank waits for a lost peer
@@ -58,6 +54,10 @@ class Meeting:
     def __init__(self, store: Any, rank: int, world_size: int, seconds: float = 0.0):
         self.rank, self.world_size, self.step, self.seconds = rank, world_size, 0, seconds
         self._store = store
+
+    def part(self, name: str) -> PrefixStore:
+        """Return a part of the store of its own."""
+        return PrefixStore(name, self._store)
 
     def gather(self, value: Any = None) -> list[Any]:
         """Return every rank's value, by rank. All ranks leave this call together.
@@ -108,29 +108,23 @@ def meet(rank: int, world_size: int) -> Meeting:
             this rank has tried.
     """
     begin_s = time.monotonic()
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    hosts_store = is_store_host(rank)
     try:
-        require_address(rank, os.environ, hosts_store=hosts_store)
+        require_address(rank, os.environ, hosts_store=is_store_host(rank))
+        part = connect_store(rank, world_size, MEET_S)
     except ValueError as error:
         raise MeetingError(str(error)) from None
-    try:
-        store = open_store(rank, world_size, MEET_S)
-    except _NETWORK_ERRORS as error:
-        cause = _store_error(host, port)
-        if hosts_store:
-            cause = f"port {port} cannot be opened ({str(error).splitlines()[0]})"
-        raise MeetingError(cause) from None
-    try:
-        left_s = max(1.0, begin_s + MEET_S - time.monotonic())
-        part = create_prefix(store, rank, world_size, left_s)
-    except _NETWORK_ERRORS as error:
+    except TimeoutError as error:
         raise MeetingError(f"within {MEET_S:g} s {error}") from None
+    except RuntimeError as error:
+        raise MeetingError(_store_error(rank, error)) from None
     return Meeting(part, rank, world_size, time.monotonic() - begin_s)
 
 
-def _store_error(host: str, port: int) -> str:
+def _store_error(rank: int, error: RuntimeError) -> str:
     """Return the addresses that were tried for the store, the error, and the remedy."""
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    if is_store_host(rank):
+        return f"port {port} cannot be opened ({str(error).splitlines()[0]})"
     family, address = resolve(host)
     tried = f"it resolves MASTER_ADDR ({host}) to {address}"
     if is_local((family, address)):
@@ -141,8 +135,8 @@ def _store_error(host: str, port: int) -> str:
     try:
         socket.create_connection((address, port), ATTEMPT_S).close()
         cause = "the connection opens, but no store answers"
-    except OSError as error:
-        cause = error.strerror or str(error)
+    except OSError as refused:
+        cause = refused.strerror or str(refused)
     return (
         f"{tried} and tried port {port} for {MEET_S:g} s ({cause}). Start rank 0 there, or open "
         f"TCP {port} on that host"

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Mapping, Sequence
+from functools import partial
 from statistics import median
 
 from offbeat.check.facts import RankFacts
-from offbeat.check.link_check import CONNECTIONS, LinkFindings
+from offbeat.check.measure import CONNECTIONS, LinkFindings
+from offbeat.core.words import digits
 
 WIDTH = 80
 MBIT, GBIT = 1e6, 1e9
@@ -15,14 +17,7 @@ GAIN = 1.1  # least gain by several connections for which the setting is named
 CLOCK_MS = 0.1  # smaller differences are not resolved
 _NAME, _CELL = 10, 7  # characters of a host's name, and of a number
 
-Cells = Mapping[tuple[int, int], str]
-
-
-def number(value: float) -> str:
-    """Return a number with two digits, or all digits before the decimal point."""
-    if value >= 10:
-        return f"{value:,.0f}"
-    return f"{value:.2g}".removeprefix("0") if value >= 1e-3 else "0"
+number = partial(digits, count=2)
 
 
 def wrap(level: str, text: str) -> list[str]:
@@ -55,68 +50,58 @@ def link_lines(facts: Sequence[RankFacts], found: LinkFindings) -> list[str]:
         return []
     clocks = found.clock_offsets().values()
     apart_ms = max(CLOCK_MS, 1e3 * (max(clocks) - min(clocks)))
-    lines = [f"  clocks     within {number(apart_ms)} ms"]
     unit, name = (MBIT, "Mbit/s") if max(found.rate_bps.values()) < 1e4 * MBIT else (GBIT, "Gbit/s")
-    labels = {rank: f"  {rank:<2} {facts[rank].host:<{_NAME}.{_NAME}}" for rank in found.hosts}
-    rates = {pair: number(rate / unit) for pair, rate in found.rate_bps.items()}
-    delays = {pair: number(1e3 * delay) for pair, delay in found.delay_s.items()}
-    title = "ms there and back, lowest"
-    columns = "".join(f"{f'to {rank}':>{_CELL}}" for rank in found.hosts)
-    head = f"  {name:<{_NAME + 3}}{columns}"
-    left = [labels[rank] + row for rank, row in _rows(found.hosts, rates).items()]
-    right = _rows(found.hosts, delays)
-    if len(head) > WIDTH:
-        lines += _summary(found, labels, name, unit)
-    elif len(head) + 6 + _CELL * len(found.hosts) <= WIDTH:
-        rows = zip(left, right.items(), strict=True)
-        lines += [f"{head}    {title}", *(f"{a}    {rank:<2}{b}" for a, (rank, b) in rows)]
+    rates = {pair: rate / unit for pair, rate in found.rate_bps.items()}
+    delays = {pair: 1e3 * delay_s for pair, delay_s in found.delay_s.items()}
+    delays |= {(b, a): ms for (a, b), ms in delays.items()}
+    names = {rank: f"  {rank:<2} {facts[rank].host:<{_NAME}.{_NAME}}" for rank in found.hosts}
+    lines = [f"  clocks     within {number(apart_ms)} ms"]
+    if 5 + _NAME + _CELL * len(names) <= WIDTH:
+        lines += _matrix(name, names, rates) + _matrix("ms, return", names, delays)
     else:
-        lines += [head, *left, f"  {title}", *(labels[rank] + row for rank, row in right.items())]
-    if found.at_once_bps:
-        rates_bps = found.at_once_bps.values()
-        low, high = number(min(rates_bps) / unit), number(max(rates_bps) / unit)
-        span = low if low == high else f"{low} to {high}"
-        lines.append(f"  at once    {span} {name} in the ring of all hosts")
+        lines.append(f"  {name:<{_NAME + 3}} median  lowest to    ms median  highest to")
+        lines += [_row(names[rank], rank, rates, delays) for rank in names]
+    for rate_bps in found.at_once_bps.values():
+        lines.append(f"  at once    {number(rate_bps / unit)} {name} in a ring of all hosts")
     return lines + _parallel_lines(found)
 
 
-def _rows(ranks: Sequence[int], cells: Cells) -> dict[int, str]:
-    """Return the cells of each row."""
-    return {
-        a: "".join(f"{'-' if a == b else cells.get((a, b), ''):>{_CELL}}" for b in ranks).rstrip()
-        for a in ranks
-    }
-
-
-def _summary(found: LinkFindings, labels: Mapping[int, str], name: str, unit: float) -> list[str]:
-    """Return one row per host, where a table of all pairs is too wide."""
-    lines = [f"  {name:<{_NAME + 3}} median  lowest to    ms median  highest to"]
-    for rank in found.hosts:
-        rates = {b: rate for (a, b), rate in found.rate_bps.items() if a == rank}
-        delays = {sum(pair) - rank: s for pair, s in found.delay_s.items() if rank in pair}
-        if not rates or not delays:
-            lines.append(labels[rank].rstrip())
-            continue
-        slow, far = min(rates, key=rates.__getitem__), max(delays, key=delays.__getitem__)
-        lines.append(
-            f"{labels[rank]}{number(median(rates.values()) / unit):>7} "
-            f"{number(rates[slow] / unit):>7} {slow:<5}"
-            f"{number(1e3 * median(delays.values())):>9} {number(1e3 * delays[far]):>8} {far}"
-        )
+def _matrix(
+    name: str, names: Mapping[int, str], cells: Mapping[tuple[int, int], float]
+) -> list[str]:
+    """Return a table of values from the host of the row to that of the column."""
+    lines = [f"  {name:<{_NAME + 3}}" + "".join(f"{f'to {rank}':>{_CELL}}" for rank in names)]
+    for a in names:
+        row = [number(cells[a, b]) if (a, b) in cells else "-" for b in names]
+        lines.append(names[a] + "".join(f"{cell:>{_CELL}}" for cell in row))
     return lines
+
+
+def _row(
+    name: str,
+    rank: int,
+    rates: Mapping[tuple[int, int], float],
+    delays: Mapping[tuple[int, int], float],
+) -> str:
+    """Return the row of a host where a table of all pairs is too wide."""
+    rate, ms = ({b: x for (a, b), x in cells.items() if a == rank} for cells in (rates, delays))
+    if not rate or not ms:
+        return name.rstrip()
+    slow, far = min(rate, key=rate.__getitem__), max(ms, key=ms.__getitem__)
+    return (
+        f"{name}{number(median(rate.values())):>7} {number(rate[slow]):>7} {slow:<5}"
+        f"{number(median(ms.values())):>9} {number(ms[far]):>8} {far}"
+    )
 
 
 def _parallel_lines(found: LinkFindings) -> list[str]:
     """Return how much several connections carry compared with one, and the setting if they help."""
-    if found.parallel_bps.keys() != {*CONNECTIONS}:
+    if not found.parallel_bps:
         return []
-    single_bps = found.parallel_bps[1]
-    if not single_bps:
-        return []
-    gains = {count: found.parallel_bps[count] / single_bps for count in CONNECTIONS[1:]}
+    gains = {count: found.parallel_bps[count] / found.parallel_bps[1] for count in CONNECTIONS[1:]}
     best = max(gains, key=gains.__getitem__)
     carried = ", ".join(f"{count} carry {gain:.2f}" for count, gain in gains.items())
-    lines = [f"  parallel   {carried} times what 1 carries after a pause"]
+    lines = [f"  parallel   {carried} times what 1 carries"]
     if gains[best] > GAIN:
         setting = f"OFFBEAT_LINKS={found.endpoints[0].interface}*{best}"
         lines.append(f"             {setting} opens {best} connections")

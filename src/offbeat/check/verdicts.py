@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from statistics import fmean, median
+from statistics import median
 
 from offbeat.check.facts import RankFacts, is_loopback
-from offbeat.check.link_check import LinkFindings
+from offbeat.check.measure import LinkFindings
 from offbeat.check.table import MBIT, number
 
-FAILS, SLOW, BEWARE = "fails", "slow", "beware"
+LEVELS = FAILS, SLOW, BEWARE = "fails", "slow", "beware"  # the most serious first
 SHOWN = 4  # pairs of one kind
 SLOW_SHARE = 0.5  # a pair is slow below this share of the usual rate
 SHARED = 0.7  # hosts share a link if their rates at once are below this share of those alone
@@ -62,20 +62,14 @@ def link_verdicts(facts: Sequence[RankFacts], found: LinkFindings) -> Iterator[V
     yield from _shorten(FAILS, [*_reach_texts(facts, found)])
     yield from _shorten(FAILS, [*_failure_texts(facts, found)])
     yield from _shorten(SLOW, [*_slow_texts(facts, found)])
-    if found.at_once_bps:
-        at_once, alone = fmean(found.at_once_bps.values()), found.single_rate_bps()
-        if at_once < SHARED * alone:
+    for at_once in found.at_once_bps.values():
+        if at_once < SHARED * (alone := found.alone_bps()):
             yield (
                 SLOW,
                 f"at once {number(at_once / MBIT)} Mbit/s, alone {number(alone / MBIT)}: hosts "
                 f"share a link. offbeat measures that before it plans; expect {at_once / alone:.0%}"
                 " of the rate of one pair alone.",
             )
-    if found.omitted:
-        text = (
-            f"not measured: {', '.join(found.omitted)}. Repair what fails or is slow, and repeat."
-        )
-        yield BEWARE, text
     for text in _differences(facts, "MTU", [point.mtu for point in found.endpoints]):
         yield BEWARE, f"{text}. Larger packets may be lost between them."
     for rank, offset_s in found.clock_offsets().items():
@@ -124,11 +118,8 @@ def _reach_texts(facts: Sequence[RankFacts], found: LinkFindings) -> Iterator[st
 
 
 def _failure_texts(facts: Sequence[RankFacts], found: LinkFindings) -> Iterator[str]:
-    silent = {pair: "no data arrives" for pair, rate in found.rate_bps.items() if not rate}
-    seen = set[frozenset[int]]()
-    for (a, b), reason in (silent | found.failures).items():
-        if frozenset((a, b)) not in seen:
-            seen.add(frozenset((a, b)))
+    for (a, b), reason in found.failures.items():
+        if (b, a) not in found.failures or a < b:
             yield (
                 f"{_at(facts, a)} connects to {_at(facts, b)}, but the transfer fails: {reason}. "
                 "Compare the MTU of their interfaces and of tunnels between them."
@@ -137,36 +128,29 @@ def _failure_texts(facts: Sequence[RankFacts], found: LinkFindings) -> Iterator[
 
 def _slow_texts(facts: Sequence[RankFacts], found: LinkFindings) -> Iterator[str]:
     """Yield the slow hosts, and the slow pairs of other hosts, the slowest first."""
-    pairs = {
-        (a, b): min(rate, found.rate_bps.get((b, a), rate))
-        for (a, b), rate in found.rate_bps.items()
-        if a < b and rate
-    }
-    if not pairs:
-        return
+    rates = found.rate_bps
     # The upper third: with three hosts of which one is slow, two of three pairs are slow.
-    usual_bps = sorted(pairs.values(), reverse=True)[(len(pairs) - 1) // 3]
-    slow = {pair: rate for pair, rate in pairs.items() if rate < SLOW_SHARE * usual_bps}
+    usual_bps = sorted(rates.values(), reverse=True)[(len(rates) - 1) // 3] if rates else 0.0
+    slow = {pair: rate for pair, rate in rates.items() if rate < SLOW_SHARE * usual_bps}
     if not slow:
         return
-    rest = number(median(rate for pair, rate in pairs.items() if pair not in slow) / MBIT)
-    of_host = {rank: [pair for pair in pairs if rank in pair] for rank in found.hosts}
-    hosts = [rank for rank, own in of_host.items() if len(own) > 1 and slow.keys() >= set(own)]
-    for rank in hosts:
-        rate = number(min(slow[pair] for pair in of_host[rank]) / MBIT)
-        yield (
-            f"{_at(facts, rank)} {rate} Mbit/s to all other hosts, the others {rest} (median). "
-            "Every ring waits for it: look at its cable, duplex, VPN."
-        )
-    for (a, b), rate in sorted(slow.items(), key=lambda item: item[1]):
-        if a in hosts or b in hosts:
-            continue
-        there, back = (found.rate_bps.get(pair, rate) for pair in ((a, b), (b, a)))
-        low, high = ((a, b), (b, a))[:: 1 if there <= back else -1]
-        is_both = found.rate_bps.get(high, rate) < SLOW_SHARE * usual_bps
-        yield (
-            f"{_at(facts, low[0])} {'<->' if is_both else '->'} {_at(facts, low[1])} "
-            f"{number(rate / MBIT)} Mbit/s, the others {rest} (median). A ring waits for its "
-            "slowest pair: look at their cable, duplex, VPN; or order ranks so that they are no "
-            "neighbours."
-        )
+    rest = number(median(rate for pair, rate in rates.items() if pair not in slow) / MBIT)
+    lowest = {frozenset(pair): pair for pair in sorted(slow, key=slow.__getitem__, reverse=True)}
+    hosts = list[int]()
+    for rank in found.hosts:
+        own = {frozenset(pair) for pair in rates if rank in pair}
+        if len(own) > 1 and own <= lowest.keys():
+            hosts.append(rank)
+            rate = min(slow[lowest[pair]] for pair in own)
+            yield (
+                f"{_at(facts, rank)} {number(rate / MBIT)} Mbit/s to all other hosts, the others "
+                f"{rest} (median). Every ring waits for it: look at its cable, duplex, VPN."
+            )
+    for a, b in sorted(lowest.values(), key=slow.__getitem__):
+        if {a, b}.isdisjoint(hosts):
+            yield (
+                f"{_at(facts, a)} {'<->' if (b, a) in slow else '->'} {_at(facts, b)} "
+                f"{number(slow[a, b] / MBIT)} Mbit/s, the others {rest} (median). A ring waits for "
+                "its slowest pair: look at their cable, duplex, VPN; or order ranks so that they "
+                "are no neighbours."
+            )

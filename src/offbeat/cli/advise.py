@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from offbeat.cli import texts
-from offbeat.cli.options import Where, setup_of
+from offbeat.cli.options import Where
 from offbeat.cli.output import FAILED, INTERRUPTED, exit_code
 from offbeat.core.profile import Profile
 from offbeat.core.strategy.interface import require_choice
@@ -69,7 +69,7 @@ def profile_here(
 ) -> tuple[Profile | None, int]:
     """Return the given profile, that of an interrupted rehearsal, or the newly measured one of a
     script on one device; without one the exit code."""
-    setup, known = setup_of(Where(hosts=1, lab="none", pace="none"), script, args), given
+    setup, known = Where(hosts=1, lab="none", pace="none").setup(script, args), given
     if given is None and resume is not None:
         from offbeat.rehearsal.command import MEASURED
 

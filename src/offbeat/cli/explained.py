@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import ast
 import inspect
 import textwrap
 from collections.abc import Iterator
 from dataclasses import is_dataclass
-from itertools import pairwise
 from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from docstring_parser import parse_from_object
 
 from offbeat.core.strategy.interface import setting_fields
 from offbeat.strategies import OuterSGD, Strategy
@@ -25,73 +25,51 @@ TYPES = {
 
 
 def record_of(name: str, cls: type[Strategy]) -> dict[str, Any]:
-    """Return the entry of a strategy in the JSON output."""
+    """Return the JSON output of a strategy, with values and meaning of each setting."""
+    hints, known = get_type_hints(cls), [field.name for field in setting_fields(cls)]
     return {
         "name": name,
         "settings": cls().settings(),
         "summary": (cls.__doc__ or "").partition("\n")[0],
         "citation": cls.citation,
         "unadvised": cls.unadvised,
+        "values": {setting: " or ".join(_value_words(hints[setting])) for setting in known},
+        "meanings": {name: text for name, text in _meanings(cls).items() if name in known},
     }
 
 
-def short_text(name: str, cls: type[Strategy]) -> str:
+def short_text(record: dict[str, Any]) -> str:
     """Return the lines of a strategy in the list of all: defaults, summary and source."""
-    shown = ", ".join(f"{field.name}={field.default}" for field in setting_fields(cls))
-    summary = record_of(name, cls)["summary"]
-    return f"{name}  {shown}\n{INDENT}{summary}\n{INDENT}{cls.citation}"
-
-
-def full_record(name: str, cls: type[Strategy]) -> dict[str, Any]:
-    """Return the JSON output of one strategy: its entry, with the meaning of each setting."""
-    told = {"values": _values(cls), "meanings": _meanings(cls)}
-    return {**record_of(name, cls), **told}
+    shown = ", ".join(f"{name}={value}" for name, value in record["settings"].items())
+    return f"{record['name']}  {shown}\n{INDENT}{record['summary']}\n{INDENT}{record['citation']}"
 
 
 def full_text(name: str, cls: type[Strategy], width: int) -> str:
     """Return what a strategy does, and each of its settings with default, values and meaning."""
-    told, values = _meanings(cls), _values(cls)
+    record = record_of(name, cls)
     same = "the same numbers as DDP" if cls.synchronous else "other numbers than DDP"
-    lines = [name, *_paragraphs(inspect.cleandoc(cls.__doc__ or ""), width), ""]
-    lines += _wrap(f"Computes {same}. Source: {cls.citation}.", width, INDENT)
+    paragraphs = inspect.cleandoc(cls.__doc__ or "").split("\n\n")
+    told = "\n\n".join(
+        _wrap(text, width, INDENT) for text in paragraphs if not text.startswith("Source:")
+    )
+    lines = [name, told, "", _wrap(f"Computes {same}. Source: {cls.citation}.", width, INDENT)]
     if cls.unadvised:
-        lines += _wrap(f"Never advised: {cls.unadvised}.", width, INDENT)
-    settings = setting_fields(cls)
-    if not settings:
+        lines.append(_wrap(f"Never advised: {cls.unadvised}.", width, INDENT))
+    if not record["values"]:
         return "\n".join([*lines, "", "It has no settings."])
     lines += ["", "Settings with their defaults (change one with --set NAME=VALUE):"]
-    for field in settings:
-        lines.append(f"{INDENT}{field.name}={field.default}  ({values[field.name]})")
-        lines += _wrap(told.get(field.name, ""), width, 2 * INDENT)
+    for field in setting_fields(cls):
+        lines.append(f"{INDENT}{field.name}={field.default}  ({record['values'][field.name]})")
+        lines.append(_wrap(record["meanings"].get(field.name, ""), width, 2 * INDENT))
     return "\n".join(lines)
 
 
 def _meanings(cls: type[Strategy]) -> dict[str, str]:
-    """Return the docstring of each setting; none for classes without source code."""
-    told: dict[str, str] = {}
-    for base in reversed(cls.__mro__):
-        if not is_dataclass(base):
-            continue
-        try:
-            (node,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
-        except OSError:
-            continue
-        assert isinstance(node, ast.ClassDef)
-        for line, below in pairwise(node.body):
-            match line, below:
-                case (
-                    ast.AnnAssign(target=ast.Name(id=name)),
-                    ast.Expr(value=ast.Constant(value=str(text))),
-                ):
-                    told[name] = " ".join(text.split())
-    return {field.name: told[field.name] for field in setting_fields(cls) if field.name in told}
-
-
-def _values(cls: type[Strategy]) -> dict[str, str]:
-    """Return a phrase for the possible values of each setting."""
-    hints = get_type_hints(cls)
+    """Return the docstring of each field; none for classes without source code."""
     return {
-        field.name: " or ".join(_value_words(hints[field.name])) for field in setting_fields(cls)
+        told.arg_name: " ".join((told.description or "").split())
+        for base in filter(is_dataclass, reversed(cls.__mro__))
+        for told in parse_from_object(base).params
     }
 
 
@@ -107,15 +85,8 @@ def _value_words(hint: Any) -> Iterator[str]:
         yield TYPES.get(hint, getattr(hint, "__name__", str(hint)))
 
 
-def _paragraphs(text: str, width: int) -> Iterator[str]:
-    for number, paragraph in enumerate(text.replace("`", "").split("\n\n")):
-        if not paragraph.startswith("Source:"):
-            yield from [""] * bool(number)
-            yield from _wrap(paragraph, width, INDENT)
-
-
-def _wrap(text: str, width: int, indent: str) -> list[str]:
-    return textwrap.wrap(
+def _wrap(text: str, width: int, indent: str) -> str:
+    return textwrap.fill(
         text.replace("`", ""),
         width,
         initial_indent=indent,

@@ -9,7 +9,7 @@ from typing import Annotated
 
 from offbeat.cli import texts
 from offbeat.cli.entry import app
-from offbeat.cli.options import number, option
+from offbeat.cli.options import number
 
 DEFAULT_PORT = 29600
 
@@ -17,22 +17,24 @@ DEFAULT_PORT = 29600
 @app.command
 def membership(
     *,
-    journal: Annotated[Path, option("File that restores the state after a restart.")],
-    port: Annotated[int, number("Port of the service; 0 for a free one.")] = DEFAULT_PORT,
-    host: Annotated[str, option("Address of the service.  [default: all interfaces]")] = "0.0.0.0",
-    secret: Annotated[
-        Path | None,
-        option("File with the secret; else OFFBEAT_SECRET_FILE, OFFBEAT_SECRET."),
-    ] = None,
+    journal: Path,
+    port: Annotated[int, number(0, 65535)] = DEFAULT_PORT,
+    host: str = "0.0.0.0",
+    secret: Path | None = None,
 ) -> int:
     """Run the membership service of one job until it gets SIGTERM or Ctrl-C.
 
     Example: offbeat membership --journal job.journal --secret secret.txt
+
+    Args:
+        journal: File that restores the state after a restart.
+        port: Port of the service; 0 for a free one.
+        host: Address of the service; 0.0.0.0 for all interfaces.
+        secret: File with the secret; else OFFBEAT_SECRET_FILE, OFFBEAT_SECRET.
     """
     from offbeat.frames.secret import read_secret
     from offbeat.membership.service import open_service
 
-    texts.require_range("--port", port, 0, f"leave it out for {DEFAULT_PORT}", 65535)
     if secret is not None:
         texts.warn_if_readable(secret)
     service = open_service(journal, host, port, read_secret(secret), report=_report)

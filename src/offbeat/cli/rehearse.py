@@ -9,19 +9,15 @@ from offbeat.cli import texts
 from offbeat.cli.entry import app
 from offbeat.cli.options import (
     REHEARSING,
-    DeviceSpeed,
-    EverySetting,
-    Json,
-    OutDir,
+    RESULT,
+    Count,
     Rehearsing,
-    Script,
-    ScriptArgs,
-    Verbose,
+    Result,
     number,
-    option,
     require_one_folder,
 )
 from offbeat.cli.output import exit_code, show_run
+from offbeat.core.units import parse_given_rate_bps
 
 if TYPE_CHECKING:
     from offbeat.core.profile import Profile
@@ -30,39 +26,38 @@ if TYPE_CHECKING:
 
 @app.command
 def rehearse(
-    script: Script,
+    script: str,
     /,
-    *args: ScriptArgs,
-    strategies: Annotated[
-        str, option("Names, separated by commas, with settings: ddp,dreamddp:period=8.")
-    ] = "ddp,local-sgd,dreamddp",
-    set_: EverySetting = None,
-    profile: Annotated[
-        Path | None, option("Measured profile (JSON); otherwise the script is measured here.")
-    ] = None,
-    ranks: Annotated[
-        int | None, number("Number of replicas.  [default: those of the profile]")
-    ] = None,
-    per_node: Annotated[
-        int | None, number("Ranks that share a replica.  [default: those of the profile]")
-    ] = None,
-    rate: Annotated[str | None, option("Rate of every link.  [default: the profile's]")] = None,
-    cluster: Annotated[
-        Path | None, option("Cluster file (TOML), instead of --ranks and --rate.")
-    ] = None,
-    device_speed: DeviceSpeed = None,
-    iterations: Annotated[
-        int | None, number("Iterations of each strategy.  [default: until the script ends]")
-    ] = None,
+    *args: str,
+    strategies: str = "ddp,local-sgd,dreamddp",
+    set_: list[str] | None = None,
+    profile: Path | None = None,
+    ranks: Annotated[int | None, number(2)] = None,
+    per_node: Count = None,
+    rate: str | None = None,
+    cluster: Path | None = None,
+    device_speed: str | None = None,
+    iterations: Count = None,
     how: Rehearsing = REHEARSING,
-    out: OutDir = None,
-    json_: Json = False,
-    verbose: Verbose = False,
+    result: Result = RESULT,
 ) -> int:
     """Train all replicas of a script on this machine, one after the other, and report losses
     against simulated time.
 
     Example: offbeat rehearse --ranks 32 --rate 100mbit --jitter .1 train.py --steps 500
+
+    Args:
+        script: The training script, or -m and the name of a module.
+        args: Passed to the script as they are.
+        strategies: Names, separated by commas, with settings: ddp,dreamddp:period=8.
+        set_: Setting of all strategies that have it (period=5), or of one (dreamddp.period=5).
+        profile: Measured profile (JSON); otherwise the script is measured here.
+        ranks: Number of replicas.  [default: those of the profile]
+        per_node: Ranks that share a replica.  [default: those of the profile]
+        rate: Rate of every link.  [default: the profile's]
+        cluster: Cluster file (TOML), instead of --ranks and --rate.
+        device_speed: Predicted device: 20x this machine, or 35ms.
+        iterations: Iterations of each strategy.  [default: until the script ends]
     """
     from offbeat.cli.advise import profile_here
     from offbeat.core.profile.elsewhere import extrapolate
@@ -71,34 +66,32 @@ def rehearse(
     from offbeat.experiments.script import script_name
     from offbeat.rehearsal.command import ScriptRehearsal, rehearse_script
 
-    require_one_folder(out, how.resume)
+    require_one_folder(result.out, how.resume)
     settings = how.settings(iterations)
-    if ranks is not None:
-        texts.require_range("--ranks", ranks, 2, "one rank sends nothing")
     if profile is None and cluster is None and (ranks is None or rate is None):
         raise ValueError(
             "rehearse needs a network: add --ranks 32 --rate 100mbit, --cluster FILE, or --profile "
             "FILE of a measured one"
         )
     contestants = texts.contestants(strategies, set_ or [])
-    facts, code = profile_here(script, args, profile, how.resume, stderr=json_)
+    facts, code = profile_here(script, args, profile, how.resume, stderr=result.json_)
     if facts is None:
         return code
     measured = facts
-    if device := texts.parse_device_speed(device_speed):
+    if device := texts.parse_device(device_speed):
         facts = device.apply(facts)
     there = _place(facts, ranks, rate, cluster, per_node).profile
     there = there if how.jitter is None else extrapolate(there, jitter=how.jitter)
-    progress = Progress(stderr=json_)
+    progress = Progress(stderr=result.json_)
     whole = (script, *args)
-    run_dir = how.resume or out or default_run_dir(script_name(whole), "rehearsal-")
+    run_dir = how.resume or result.out or default_run_dir(script_name(whole), "rehearsal-")
     outcome = rehearse_script(
         ScriptRehearsal(whole, contestants, there, measured=measured, **settings),
         run_dir,
         progress,
         resume=how.resume is not None,
     )
-    show_run(run_dir, outcome.report, json_, verbose)
+    show_run(run_dir, outcome.report, result.json_, result.verbose)
     return exit_code(outcome, f"complete it with --resume {run_dir}")
 
 
@@ -112,20 +105,17 @@ def _place(
     """Return the machines of the rehearsed job. Messages inside a node count as free, unless the
     profile has measured them."""
     from offbeat.experiments.advice.place import (
-        given_rate_bps,
         place_of,
         place_on_cluster,
         require_network,
     )
 
-    if per_node is not None:
-        texts.require_range("--per-node", per_node, 1, "it is the number of ranks of a replica")
     measured = 1
     if (per_node is not None or cluster is not None) and not profile.sharded:
         measured = max(profile.topology, default=1)
         profile = profile.of_replicas()
     if cluster is None:
-        rate_bps = given_rate_bps(rate)
+        rate_bps = parse_given_rate_bps(rate)
         if profile.world_size == 1:
             require_network(ranks, rate_bps, "ranks")
         return place_of(profile, ranks, rate_bps, per_node or 1, measured)

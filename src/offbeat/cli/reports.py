@@ -10,35 +10,33 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from offbeat.cli.entry import app
-from offbeat.cli.options import Json, Verbose, option
 from offbeat.cli.output import print_or_write, print_result, show_run, terminal_width
 
 
 @app.command
 def report(
-    run_dir: Annotated[
-        Path,
-        Parameter(help="Directory of `offbeat compare`, or folder of a job, or of several jobs."),
-    ],
+    run_dir: Path,
     /,
-    *more: Annotated[Path, Parameter(help="Folders of the same job on other hosts.")],
-    export: Annotated[
-        Literal["csv", "json"] | None, option("Print the numbers of a comparison instead.")
-    ] = None,
-    output: Annotated[
-        Path | None,
-        option("File for the export, or for the page of a job.", "--output", "-o"),
-    ] = None,
-    prune: Annotated[
-        float | None, option("Remove the jobs of the folder that ended this many days ago.")
-    ] = None,
-    json_: Json = False,
-    verbose: Verbose = False,
+    *more: Path,
+    export: Literal["csv", "json"] | None = None,
+    output: Annotated[Path | None, Parameter(("--output", "-o"))] = None,
+    prune: float | None = None,
+    json_: bool = False,
+    verbose: bool = False,
 ) -> int:
     """Write report.html again from the files of a run, or export its results. Report a job from its
     record, also while it runs; of several jobs in a folder the newest one.
 
     Example: offbeat report runs/20250102-030405-train
+
+    Args:
+        run_dir: Directory of `offbeat compare`, or folder of a job, or of several jobs.
+        more: Folders of the same job on other hosts.
+        export: Print the numbers of a comparison instead.
+        output: File for the export, or for the page of a job.
+        prune: Remove the jobs of the folder that ended this many days ago.
+        json_: Print only JSON.
+        verbose: Print all numbers.
     """
     from offbeat.experiments import report as reports
     from offbeat.experiments.report import job as jobs
@@ -92,20 +90,17 @@ def _report_job(folders: Sequence[Path], output: Path | None, json_: bool) -> in
 
 
 @app.command
-def watch(
-    folder: Annotated[Path, Parameter(help="Folder of a run, or of runs: the newest one.")],
-    /,
-    *,
-    once: Annotated[
-        bool, Parameter("--once", help="Print one screen.", negative="", show_default=False)
-    ] = False,
-    json_: Json = False,
-) -> int:
+def watch(folder: Path, /, *, once: bool = False, json_: bool = False) -> int:
     """Show a running job: its pace, its ranks, and the rank that delays the others.
 
     Exit code 1: the job was stopped, or a rank has failed or is silent.
 
     Example: offbeat watch runs
+
+    Args:
+        folder: Folder of a run, or of runs: the newest one.
+        once: Print one screen.
+        json_: Print only JSON.
     """
     from offbeat.jobs.watch import watch as show_job
 

@@ -1,18 +1,17 @@
-"""Parsing of command-line text: strategies, settings, contestants, files, numbers, the secret."""
+"""Parsing of command-line text: strategies, settings, contestants, files, targets, the secret."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
-import re
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from offbeat.core.plan import Plan
 from offbeat.core.profile import Profile
@@ -20,6 +19,7 @@ from offbeat.core.sim import Votes
 from offbeat.core.strategy.interface import Strategy, require_choice
 from offbeat.core.strategy.parsing import create_from_texts, pairs, parts, strategy
 from offbeat.core.strategy.registry import read_plan, setting_names
+from offbeat.core.units import parse_count, parse_duration_s
 from offbeat.core.verify.check import raise_if_wrong
 from offbeat.experiments.device_speed import DeviceSpeed
 from offbeat.jobs.reported import LOSS, is_name
@@ -28,7 +28,6 @@ if TYPE_CHECKING:  # imported by the commands that need it
     from offbeat.experiments.comparison import Contestant
     from offbeat.lab import Cluster
 
-_NUMBER = r"([0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?)"
 _READABLE_BY_OTHERS = 0o077  # bits of the mode of a file
 
 
@@ -96,8 +95,8 @@ def load_cluster(path: Path, *, example: int = 4, **replaced: object) -> Cluster
     """
     from offbeat.lab import Cluster
 
-    if any(value is not None for value in replaced.values()):
-        names = " and ".join(f"--{name}" for name in replaced)
+    if given := [name for name, value in replaced.items() if value is not None]:
+        names = " and ".join(f"--{name.replace('_', '-')}" for name in given)
         raise ValueError(f"--cluster replaces {names}; give one or the other")
     require_file(path, f'write one with the lines hosts = {example} and rate = "100mbit"')
     return Cluster.load(path)
@@ -118,12 +117,9 @@ def parse_pace(text: str | None) -> float | Literal["auto", "none"] | None:
     """Parse the option --pace: a number, "auto" or "none"."""
     if text is None or text == "auto" or text == "none":
         return text
-    try:
+    with suppress(ValueError):
         return float(text)
-    except ValueError:
-        raise ValueError(
-            f"--pace ({text!r}) must be a number of at least 1, auto or none"
-        ) from None
+    raise ValueError(f"--pace ({text!r}) must be a number of at least 1, auto or none")
 
 
 def parse_seeds(text: str | None, repeat: int | None, seed: int) -> tuple[int, ...]:
@@ -142,23 +138,15 @@ def parse_seeds(text: str | None, repeat: int | None, seed: int) -> tuple[int, .
     return seeds
 
 
-def parse_target(
-    text: str | None, target_loss: float | None
-) -> tuple[tuple[str, float] | None, float | None]:
-    """Return (metric and value, loss) of the options --target and --target-loss."""
-    if target_loss is not None:
-        if text is not None:
-            raise ValueError(f"--target-loss ({target_loss:g}) is --target loss=...; give one")
-        message = f"--target-loss is replaced by --target loss={target_loss:g}"
-        print(f"offbeat: note: {message}", file=sys.stderr, flush=True)
-        return None, target_loss
+def parse_target(text: str | None) -> tuple[tuple[str, float] | None, float | None]:
+    """Return (metric and value, loss) of the option --target."""
     if text is None:
         return None, None
     name, _, number = map(str.strip, text.partition("="))
-    value = number_or_nan(number)
-    if not is_name(name) or not math.isfinite(value):
-        raise ValueError(f"--target ({text!r}) must be a metric and a number, as in accuracy=.97")
-    return (None, value) if name == LOSS else ((name, value), None)
+    with suppress(ValueError):
+        if is_name(name) and math.isfinite(value := float(number)):
+            return (None, value) if name == LOSS else ((name, value), None)
+    raise ValueError(f"--target ({text!r}) must be a metric and a number, as in accuracy=.97")
 
 
 def with_arguments(
@@ -187,59 +175,19 @@ def with_arguments(
     return tuple(replace(c, arguments=arguments[c.label]) for c in chosen)
 
 
-def parse_device_speed(text: str | None) -> DeviceSpeed | None:
+def parse_device(text: str | None) -> DeviceSpeed | None:
     """Parse the option --device-speed, such as "20x" or "35ms"."""
     if text is None:
         return None
-    help_ = "write 20x (of the measured machine) or 35ms (compute per iteration)"
-    match = re.fullmatch(rf"{_NUMBER}(x|us|ms|s)", text.strip().lower())
-    if match is None or not 0 < float(match[1]) < math.inf:
-        raise ValueError(f"--device-speed ({text!r}) must be a number above 0 with a unit; {help_}")
-    number, unit = float(match[1]), match[2]
-    if unit == "x":
-        return DeviceSpeed(factor=number)
-    return DeviceSpeed(iteration_s=number * {"s": 1.0, "ms": 1e-3, "us": 1e-6}[unit])
-
-
-def parse_compute_speed(device_speed: str | None, iteration_s: str | None) -> DeviceSpeed | None:
-    """Return the speed of the options --device-speed and --iteration-s, such as "20x" and ".35"."""
-    if iteration_s is None:
-        return parse_device_speed(device_speed)
-    if device_speed is not None:
-        raise ValueError(
-            f"--iteration-s ({iteration_s}) and --device-speed ({device_speed}) describe the same "
-            "device; give one"
-        )
-    seconds = number_or_nan(iteration_s)
-    if not 0 < seconds < math.inf:
-        raise ValueError(f"--iteration-s ({iteration_s!r}) must be a number of seconds above 0")
-    return DeviceSpeed(iteration_s=seconds)
-
-
-def parse_count(option: str, text: str | None) -> float | None:
-    """Return the number of an option such as "10M", "2e6" or "50k"; None for None."""
-    return _scaled_number(option, text, r"([kMGT]?)", {"": 1.0, **_PREFIXES}, "10M or 2e6")
-
-
-def parse_size(option: str, text: str | None) -> float | None:
-    """Return the bytes of an option such as "24GB" or "16GiB"; None for None."""
-    units = {f"{name}B": scale for name, scale in _PREFIXES.items()}
-    binary = {f"{name}iB": 2.0 ** (10 * i) for i, name in enumerate("kMGT", 1)}
-    return _scaled_number(option, text, r"([kMGT]i?B)", units | binary, "24GB or 16GiB")
-
-
-_PREFIXES = {"k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
-
-
-def _scaled_number(
-    option: str, text: str | None, unit: str, units: Mapping[str, float], example: str
-) -> float | None:
-    if text is None:
-        return None
-    match = re.fullmatch(rf"{_NUMBER} ?{unit}", text.strip())
-    if match is None or not 0 < float(match[1]) < math.inf:
-        raise ValueError(f"{option} ({text!r}) must be a number above 0, as in {example}")
-    return float(match[1]) * units[match[2]]
+    name, known = "--device-speed", text.strip().lower()
+    if known.endswith("x"):
+        return DeviceSpeed(factor=parse_count(known[:-1], name))
+    if known.endswith("s"):
+        return DeviceSpeed(iteration_s=parse_duration_s(known, name))
+    raise ValueError(
+        f"{name} ({text!r}) must be a number above 0 with a unit; write 20x (of the measured "
+        "machine) or 35ms (compute per iteration)"
+    )
 
 
 def parse_votes(text: str | None, chosen: Strategy | Plan, facts: Profile) -> Votes:
@@ -249,7 +197,8 @@ def parse_votes(text: str | None, chosen: Strategy | Plan, facts: Profile) -> Vo
     """
     if text is None:
         return {}
-    names = _vote_names(chosen, facts)
+    is_plan = isinstance(chosen, Plan)
+    names = [vote.name for vote in chosen.votes] if is_plan else chosen.vote_names(facts)
     if not names:
         raise ValueError(f"votes ({text}) must be left out: there are none")
     with suppress(ValueError):
@@ -264,78 +213,26 @@ def parse_votes(text: str | None, chosen: Strategy | Plan, facts: Profile) -> Vo
     return outcomes
 
 
-def _vote_names(chosen: Strategy | Plan, facts: Profile) -> Sequence[str]:
-    if isinstance(chosen, Plan):
-        return [vote.name for vote in chosen.votes]
-    return chosen.vote_names(facts)
-
-
-def require_file(path: Path, remedy: str) -> None:
+def require_file(path: Path, remedy: str, name: str = "file") -> None:
     """Raise ValueError unless the file exists."""
     if not path.is_file():
-        raise ValueError(f"file ({path}) must exist; {remedy}")
-
-
-# --- numbers. Errors name the option, its value, its limits and a remedy. ---
-
-
-def parse_whole_number(_: Any, tokens: Sequence[Any]) -> int:
-    """Return an option's text as a whole number. Raise ValueError instead of rounding."""
-    text = tokens[0].value
-    try:
-        return int(text)
-    except ValueError:
-        raise ValueError(f"({text!r}) must be a whole number, such as 4") from None
-
-
-def number_or_nan(text: str) -> float:
-    """Return a text as a number; nan if it is none."""
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan
-
-
-def require_range(
-    option: str, value: int, least: int, remedy: str, most: int | None = None
-) -> None:
-    """Raise ValueError unless an option's value is from `least` to `most`."""
-    if least <= value and (most is None or value <= most):
-        return
-    limits = f"at least {least}" if most is None else f"from {least} to {most}"
-    raise ValueError(f"{option} ({value}) must be {limits}; {remedy}")
-
-
-def require_duration(option: str, value: float, most_s: float) -> None:
-    """Raise ValueError unless an option's duration is above 0 and at most `most_s` seconds."""
-    if not 0 < value <= most_s:
-        raise ValueError(
-            f"{option} ({value:g}) must be above 0 and at most {most_s:.0f} s; leave it out for "
-            "the default"
-        )
-
-
-# --- the secret, which comes from a file, as every user can read a command line ---
+        raise ValueError(f"{name} ({path}) must exist; {remedy}")
 
 
 def set_secret(path: Path | None) -> None:
-    """Set the secret of this process and its children to the text of a file. None: do nothing.
+    """Set the secret of this process and its children to that of a file. None: do nothing.
+
+    The secret comes from a file, as every user can read a command line.
 
     Raises ValueError if the file is missing or empty, or if the environment variable holds another
     secret. Prints a warning to stderr if other users can read the file.
     """
     if path is None:
         return
-    from offbeat.frames.secret import VARIABLE
+    from offbeat.frames.secret import VARIABLE, read_secret
 
-    if not path.is_file():
-        raise ValueError(
-            f"--secret ({path}) must be a file that holds the secret, as a command line can be "
-            f"read by every user (ps); write one, or set {VARIABLE}"
-        )
-    text = path.read_text().strip()
-    if not text:
-        raise ValueError(f"--secret ({path}) must not be an empty file; put a secret into it")
+    require_file(path, f"write the secret into a file, or set {VARIABLE}", "--secret")
+    text = read_secret(path).decode()
     if os.environ.get(VARIABLE, text) != text:
         raise ValueError(f"--secret ({path}) and {VARIABLE} are two secrets; unset the variable")
     warn_if_readable(path)
@@ -345,8 +242,5 @@ def set_secret(path: Path | None) -> None:
 def warn_if_readable(path: Path) -> None:
     """Print a warning to stderr if other users can read a file with a secret."""
     if path.stat().st_mode & _READABLE_BY_OTHERS:
-        print(
-            f"offbeat: {path} can be read by other users; chmod 600 {path}",
-            file=sys.stderr,
-            flush=True,
-        )
+        text = f"offbeat: {path} can be read by other users; chmod 600 {path}"
+        print(text, file=sys.stderr, flush=True)

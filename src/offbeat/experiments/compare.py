@@ -23,6 +23,7 @@ from offbeat.core.sim.trace import whole_periods
 from offbeat.core.start.launch_request import STRATEGY_VARIABLE
 from offbeat.core.start.strategy_choice import NamedStrategy
 from offbeat.core.strategy.interface import Planned
+from offbeat.core.words import count_text, duration
 from offbeat.experiments import report
 from offbeat.experiments.comparison import Comparison, Contestant, Setup
 from offbeat.experiments.launcher import AGAIN, MUST_PREPARE, Launcher, Outcome
@@ -49,7 +50,6 @@ from offbeat.experiments.record.run_directory import (
 )
 from offbeat.experiments.script import script_name
 from offbeat.jobs.record_lines import last_lines, rank_file, rank_files
-from offbeat.jobs.words import count_text, duration
 from offbeat.lab import Lab, LabError, NoLab
 
 
@@ -80,7 +80,7 @@ def compare(  # noqa: C901
     path = comparison.profile
     given = None if path is None else given_profile(comparison.setup, path)
     with comparison.setup.lab() as lab:
-        outcome = Outcome(run_dir, notes=list(comparison.notes))
+        outcome = Outcome(run_dir)
         run = _ComparisonRun(comparison, lab, outcome, progress)
         record = run.record = describe_run(comparison, lab) | {"probed": run.probe_links()}
         record["profile"] = None if given is None else given.record()

@@ -197,7 +197,6 @@ class Comparison:
         command: command line of the user.
         keeping: checkpoints, for a single contestant.
         repeat_disturbed: whether a disturbed repetition or profile is measured once more.
-        notes: remarks that are recorded and printed with the result.
         device: the user's device, on which each contestant is predicted as well.
         target: name and value of a reported metric that replaces the training loss as the target.
         given_seeds: seed of each repetition; empty: those from the setup's seed on.
@@ -211,7 +210,6 @@ class Comparison:
     command: tuple[str, ...] = ()
     keeping: CheckpointOptions | None = None
     repeat_disturbed: bool = False
-    notes: tuple[str, ...] = ()
     device: DeviceSpeed | None = None
     given_seeds: tuple[int, ...] = ()
     target: tuple[str, float] | None = None

@@ -16,9 +16,9 @@ from offbeat.core.profile import Profile
 from offbeat.core.profile.elsewhere import extrapolate, network_rate_bps
 from offbeat.core.profile.facts import Link
 from offbeat.core.sim.ranks import Ranks
+from offbeat.core.units import format_rate, format_rounded_rate, format_time
 from offbeat.lab import Cluster
 from offbeat.lab.description import Way
-from offbeat.lab.units import format_rate, format_rounded_rate, format_time
 
 EXACT = 1.01  # largest ratio of two recorded rates that count as equal
 ESTIMATED = 1.5  # largest such ratio if one of the rates is estimated from message payloads

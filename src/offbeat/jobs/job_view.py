@@ -15,11 +15,11 @@ from statistics import median
 from typing import Any
 
 from offbeat.core.transport.failure_detector import interval_s
+from offbeat.core.words import one_line
 from offbeat.jobs.interval import Interval
 from offbeat.jobs.membership_history import EVENT, MembershipHistory
 from offbeat.jobs.record_folder import ALIVE_TIMEOUT_S, as_object, find_runs, read_object
 from offbeat.jobs.record_lines import ALIVE_FILE, RUN_FILE, Place, follow, rank_file
-from offbeat.jobs.words import one_line
 
 HEARTBEAT_TIMEOUT_S = 5.0  # lower bound of `heartbeat_timeout_s`
 SERIES_POINTS, EVENTS = 4000, 8  # newest intervals and events that are kept

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from offbeat.jobs.words import count_text, seconds
+from offbeat.core.words import count_text, seconds
 
 EVENT = "members"
 

@@ -17,6 +17,15 @@ from offbeat.core.strategy.registry import BASELINE
 from offbeat.core.transport.control import Control
 from offbeat.core.transport.failure_detector import LEFT
 from offbeat.core.transport.topology import Topology
+from offbeat.core.words import (
+    count_text,
+    duration,
+    loss_text,
+    percent,
+    prediction_error,
+    seconds,
+    size,
+)
 from offbeat.jobs.interval import Interval, combine
 from offbeat.jobs.outlook import (
     Notice,
@@ -28,15 +37,6 @@ from offbeat.jobs.outlook import (
 from offbeat.jobs.record_lines import ALIVE_FILE, LineWriter
 from offbeat.jobs.settings import RECORD_VARIABLE, JobSettings
 from offbeat.jobs.sinks import JobState, RankState, SinkLabels, open_sinks
-from offbeat.jobs.words import (
-    count_text,
-    duration,
-    loss_text,
-    percent,
-    prediction_error,
-    seconds,
-    size,
-)
 
 RANKS_SHORTEST_S, RANKS_AGE_SHARE = 60.0, 100  # rank 0 keeps the sums of all ranks this often
 FIRST_LINE_S, RAREST_LINE_S = 10.0, 600.0  # time to the first line, and the longest between two

@@ -16,9 +16,9 @@ from offbeat.core.strategy.interface import Strategy
 from offbeat.core.strategy.plan_memory import Memory
 from offbeat.core.strategy.registry import BASELINE, create
 from offbeat.core.transport.topology import Topology
+from offbeat.core.words import count_text, digits, percent, prediction_error, seconds, size
 from offbeat.jobs.interval import Interval, recent
 from offbeat.jobs.machine_load import describe_foreign
-from offbeat.jobs.words import count_text, digits, percent, prediction_error, seconds, size
 
 DEPARTURE = 0.1  # share of the predicted seconds from which a departure is reported
 DEVIATIONS = 3.0  # standard deviations of the profile's jitter that are no departure

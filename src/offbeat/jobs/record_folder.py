@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from offbeat.core.words import count_text, size
 from offbeat.jobs.record_lines import ALIVE_FILE, RUN_FILE, last_lines, rank_files
-from offbeat.jobs.words import count_text, size
 
 ALIVE_TIMEOUT_S = 10.0  # rank 0 is silent if its files do not change for this time
 IDLE_S = 3600.0  # a run without an end is removed only if nothing was written for this time

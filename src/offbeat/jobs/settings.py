@@ -19,6 +19,7 @@ from typing import Any, Literal, NamedTuple, get_args
 from offbeat.core.start.launch_request import VARIABLE as JOB_VARIABLE
 from offbeat.core.start.launchers import LAUNCHERS
 from offbeat.core.transport.control import Control
+from offbeat.core.units import parse_size
 
 RECORD_VARIABLE = "OFFBEAT_RECORD"  # a folder, or "off"
 METRICS_VARIABLE = "OFFBEAT_METRICS"  # sinks, separated by commas
@@ -94,31 +95,18 @@ def read_settings(
     folder, notices = choose_record(environment, record, launcher_record)
     variable = environment.get(METRICS_VARIABLE)
     metrics_name = METRICS_VARIABLE if variable else "metrics"
+    limit = environment.get(LIMIT_VARIABLE)
     return JobSettings(
         folder,
         parse_sinks(metrics_name, variable or metrics),
         parse_log(environment.get(LOG_VARIABLE)),
         environment.get(NAME_VARIABLE) or default_name(environment, argv),
         notices,
-        parse_limit(environment.get(LIMIT_VARIABLE)),
+        int(parse_size(limit, LIMIT_VARIABLE)) if limit else None,
         launcher_record is not None,
         RECORD_VARIABLE if environment.get(RECORD_VARIABLE) else "record",
         metrics_name,
     )
-
-
-def parse_limit(text: str | None) -> int | None:
-    """Return the bytes of a text such as "5GB"; None for None or an empty text.
-
-    Raises:
-        ValueError: the text is no size.
-    """
-    if not text:
-        return None
-    match = re.fullmatch(r"(\d+(?:\.\d+)?|\.\d+) ?([kMGT]?)B?", text)
-    if match is None:
-        raise ValueError(f"{LIMIT_VARIABLE} ({text!r}) must be a size as 500MB or 5GB")
-    return int(float(match[1]) * {"": 1, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}[match[2]])
 
 
 def choose_record(

@@ -26,8 +26,8 @@ from offbeat.core.console import console
 from offbeat.core.runtime.session import Session
 from offbeat.core.transport.control import Control
 from offbeat.core.transport.failure_detector import ACTIVE, STORE_TIMEOUT_S
+from offbeat.core.words import count_text
 from offbeat.jobs.loader_workers import protect_workers, unprotect_workers
-from offbeat.jobs.words import count_text
 
 STOP_S = 20.0  # longest time from the signal to the end; launchers kill 30 s after SIGTERM
 SECOND_S = 2.0  # an earlier second signal counts as the first one, sent by another launcher

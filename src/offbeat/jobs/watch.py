@@ -21,8 +21,7 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from offbeat.jobs.job_view import ACTIVE, FAILED, JobFollower, JobView, RankView, find_run, view
-from offbeat.jobs.words import (
+from offbeat.core.words import (
     NONE,
     local_time,
     loss_text,
@@ -32,6 +31,7 @@ from offbeat.jobs.words import (
     seconds,
     size,
 )
+from offbeat.jobs.job_view import ACTIVE, FAILED, JobFollower, JobView, RankView, find_run, view
 
 WIDE = 72  # characters of a line from which less important facts are shown
 POLL_S = 1.0  # time between two screens

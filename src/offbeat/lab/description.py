@@ -13,6 +13,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from offbeat.core.files import write_text
 from offbeat.core.plan import INSIDE
+from offbeat.core.units import parse_loss, parse_rate_bps, parse_time_s
 from offbeat.lab.parts import (
     Change,
     HostOverride,
@@ -22,7 +23,6 @@ from offbeat.lab.parts import (
     optional,
     rate_text,
 )
-from offbeat.lab.units import parse_loss, parse_rate_bps, parse_time_s
 
 MAX_HOSTS = 250  # largest number of hosts, limited by the last byte of an address in the lab
 MAX_LINKS = 16

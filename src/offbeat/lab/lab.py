@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Self
 
+from offbeat.core.units import parse_rate_bps
 from offbeat.lab.addressing import address, interface_name
 from offbeat.lab.description import Cluster
 from offbeat.lab.errors import LabError
@@ -24,7 +25,6 @@ from offbeat.lab.probe_report import (
 )
 from offbeat.lab.process import LabProcess
 from offbeat.lab.templates import change_messages, network_message
-from offbeat.lab.units import parse_rate_bps
 
 _FIRST_PORT = 29500
 _PORTS = 10_000

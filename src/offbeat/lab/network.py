@@ -14,6 +14,7 @@ from typing import Any
 from pyroute2.iproute import IPRoute
 from pyroute2.netlink.exceptions import NetlinkError
 
+from offbeat.core.units import format_time
 from offbeat.lab import syscalls
 from offbeat.lab.addressing import address, interface_name, port_name, subnet
 from offbeat.lab.errors import LabError
@@ -36,7 +37,6 @@ from offbeat.lab.shaping import (
 from offbeat.lab.switch.link_state import ChangePlan, LinkPlan
 from offbeat.lab.switch.switch import Switch
 from offbeat.lab.switch.tap import mac, open_tap
-from offbeat.lab.units import format_time
 
 _NETEM_QUEUE_PACKETS = 100_000
 

@@ -11,7 +11,7 @@ from pydantic import (
     model_validator,
 )
 
-from offbeat.lab.units import (
+from offbeat.core.units import (
     UNLIMITED,
     format_rate,
     format_time,

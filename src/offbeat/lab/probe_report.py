@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Any, Self
 
+from offbeat.core.units import format_rate, format_rounded_rate, format_time
 from offbeat.lab.addressing import address
 from offbeat.lab.description import Cluster, Way
 from offbeat.lab.errors import LabError
-from offbeat.lab.units import format_rate, format_rounded_rate, format_time
 
 MOST_WAYS = 8  # largest number of measured ways if hosts and links are alike
 MOST_DISTINCT = 64  # largest number of measured ways with different rates and delays

@@ -4,10 +4,10 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
+from offbeat.core.units import parse_loss, parse_rate_bps, parse_time_s
 from offbeat.lab.description import Cluster
 from offbeat.lab.parts import Change, Pair
 from offbeat.lab.switch.link_state import UNSHAPED, ChangePlan, LinkPlan, PairPlan
-from offbeat.lab.units import parse_loss, parse_rate_bps, parse_time_s
 
 
 def network_message(cluster: Cluster, name: str) -> dict[str, Any]:

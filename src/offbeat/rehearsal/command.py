@@ -18,6 +18,7 @@ from offbeat.core.measuring.processors import processors
 from offbeat.core.profile import Profile
 from offbeat.core.profile.elsewhere import network_rate_bps
 from offbeat.core.strategy.registry import reference_of
+from offbeat.core.words import count_text, loss_text
 from offbeat.experiments import report
 from offbeat.experiments.comparison import Contestant, require_labels
 from offbeat.experiments.new_run import (
@@ -32,7 +33,6 @@ from offbeat.experiments.record.record_file import records_in
 from offbeat.experiments.record.run_directory import PROBLEM
 from offbeat.experiments.report.headline import REHEARSED
 from offbeat.experiments.script import require_runnable, script_name
-from offbeat.jobs.words import count_text, loss_text
 from offbeat.rehearsal.child import COUNT, CURVE, Assignment
 from offbeat.rehearsal.rehearse import RehearsedCurve, require_plan, require_whole_replicas
 

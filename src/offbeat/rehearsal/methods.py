@@ -14,13 +14,13 @@ from offbeat.core.profile import Profile
 from offbeat.core.strategy.interface import Planned
 from offbeat.core.strategy.parsing import text_of
 from offbeat.core.strategy.registry import BASELINE, create
+from offbeat.core.words import count_text, seconds
 from offbeat.experiments.advice.methods import ALONE
 from offbeat.experiments.advice.verdict import Predictions
 from offbeat.experiments.advice.work import Work
 from offbeat.experiments.comparison import Contestant
 from offbeat.experiments.record.run_directory import load
 from offbeat.experiments.report.losses import target_loss
-from offbeat.jobs.words import count_text, seconds
 from offbeat.rehearsal.command import RehearsalOutcome, ScriptRehearsal, rehearse_script
 
 if TYPE_CHECKING:

@@ -26,8 +26,8 @@ from offbeat.core.runtime.training_job import Watch
 from offbeat.core.sim import Prediction
 from offbeat.core.strategy.interface import Planned, Strategy, require_count
 from offbeat.core.strategy.parsing import parse
+from offbeat.core.words import loss_text
 from offbeat.experiments.report.headline import REHEARSED
-from offbeat.jobs.words import loss_text
 from offbeat.rehearsal.clock import simulate_run
 from offbeat.rehearsal.job import Run, train_replicas
 from offbeat.rehearsal.replica import Replica

@@ -12,7 +12,7 @@ import pytest
 from cases.made_jobs import ITERATIONS, PREDICTED_S, make_job
 
 from offbeat import cli
-from offbeat.experiments.report.words import NO_BREAK
+from offbeat.core.words import NO_BREAK
 from offbeat.jobs.record_lines import ALIVE_FILE, RUN_FILE, LineWriter, rank_file
 
 NOTICE = {"iteration": 18, "event": "notice", "cause": "slow_rank", "text": "660 ms since 18"}

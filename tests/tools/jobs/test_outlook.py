@@ -15,6 +15,7 @@ from offbeat import WFBP, DreamDDP, LocalSGD, Profile
 from offbeat.core.console import Console
 from offbeat.core.profile import Bucket, Link
 from offbeat.core.strategy.plan_memory import held_memory
+from offbeat.core.words import size
 from offbeat.jobs.interval import CAUSES, Interval, LinkSums
 from offbeat.jobs.outlook import (
     Notice,
@@ -23,7 +24,6 @@ from offbeat.jobs.outlook import (
     describe_plan,
     describe_prediction,
 )
-from offbeat.jobs.words import size
 
 RANKS = 4
 HOSTS = ["host-a", "host-b", "host-c", "host-d"]

@@ -18,7 +18,6 @@ from offbeat.jobs.settings import (
     find_write_error,
     launcher_name,
     mask_secrets,
-    parse_limit,
     parse_log,
     parse_sinks,
     read_settings,
@@ -81,7 +80,10 @@ def test_texts_of_sinks_limits_and_formats() -> None:
     assert [parse_log(text) for text in (None, "", "json", "off")] == [
         *("text", "text", "json", "off"),
     ]
-    limits = [parse_limit(text) for text in ("5GB", ".5 GB", "")]
+    limits = [
+        read_settings({"OFFBEAT_RECORD_LIMIT": text}, ["train.py"]).record_limit
+        for text in ("5GB", ".5 GB", "")
+    ]
     assert limits == [5 * 10**9, 5 * 10**8, None]
 
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
+from offbeat.core.units import format_rate, format_time, parse_rate_bps, parse_time_s
 from offbeat.lab import Change, Cluster, HostOverride, Link, Pair
-from offbeat.lab.units import format_rate, format_time, parse_rate_bps, parse_time_s
 
 pytestmark = pytest.mark.timeout(30)
 

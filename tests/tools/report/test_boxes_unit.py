@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offbeat import sim
+from offbeat.core import words
 from offbeat.core.sim.trace import COMPUTE, Span
-from offbeat.experiments.report import words
 from offbeat.experiments.report.boxes import compute_boxes, figure, message_boxes, ticks
 from offbeat.strategies import BSP
 

@@ -72,15 +72,13 @@ def test_metrics_outside_of_a_run_are_discarded_and_names_are_checked():
 
 
 def test_targets_on_the_command_line():
-    for text, old, expected in (
-        ("accuracy=.97", None, (("accuracy", 0.97), None)),
-        (" accuracy = .97 ", None, (("accuracy", 0.97), None)),
-        ("loss=4.3", None, (None, 4.3)),
-        (None, 4.3, (None, 4.3)),
+    for text, expected in (
+        ("accuracy=.97", (("accuracy", 0.97), None)),
+        (" accuracy = .97 ", (("accuracy", 0.97), None)),
+        ("loss=4.3", (None, 4.3)),
+        (None, (None, None)),
     ):
-        assert texts.parse_target(text, old) == expected
+        assert texts.parse_target(text) == expected
     for text in ("accuracy", "accuracy=high", "=1", "accuracy=nan", "top 1=.9"):
         with pytest.raises(ValueError, match="target"):
-            texts.parse_target(text, None)
-    with pytest.raises(ValueError, match="target"):
-        texts.parse_target("loss=1", 2.0)
+            texts.parse_target(text)

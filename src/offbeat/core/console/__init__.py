@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import shutil
 import sys
 import textwrap
 import time
 from typing import Any, Literal
+
+from offbeat.core.words import NO_BREAK, join_units
 
 Format = Literal["text", "json", "off"]
 Level = Literal["info", "notice", "warning", "error"]
@@ -57,10 +58,6 @@ class Console:
         print(line, file=sys.stderr, flush=True)
 
 
-_UNIT = re.compile(r"(?<=\d) (?=(?:ms|s|µs|min|h|d|%|[kMGT]?B|Mbit/s|Gbit/s)\b|%)")
-_NO_BREAK = "\0"  # a number and its unit stay on one line
-
-
 def _as_json(value: Any) -> Any:
     """Return None for a number that JSON cannot hold."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
@@ -77,14 +74,14 @@ def _wrap(text: str) -> str:
     is_terminal = sys.stderr.isatty()
     columns = min(WIDEST, shutil.get_terminal_size().columns) if is_terminal else PLAIN
     wrapped = textwrap.fill(
-        _UNIT.sub(_NO_BREAK, text),
+        join_units(text),
         max(40, columns - 1),
         initial_indent=PREFIX,
         subsequent_indent=INDENT,
         break_long_words=False,
         break_on_hyphens=False,
     )
-    return wrapped.replace(_NO_BREAK, " ")
+    return wrapped.replace(NO_BREAK, " ")
 
 
 console = Console()

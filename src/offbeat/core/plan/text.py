@@ -25,6 +25,7 @@ from offbeat.core.plan.types import (
     Vote,
     Wire,
 )
+from offbeat.core.words import count_text
 
 SCHEMA = 2
 T = TypeVar("T")
@@ -33,8 +34,8 @@ T = TypeVar("T")
 def text_of(plan: Plan, mark: Iterable[Any] = ()) -> str:
     """Return the plan as text, one line per rule, with an arrow at each rule in `mark`."""
     marked = {id(rule) for rule in mark}
-    head = f"{plan.strategy}: {_count_text(plan.buckets, 'bucket')}, "
-    head += f"period {_count_text(plan.period, 'iteration')}"
+    head = f"{plan.strategy}: {count_text(plan.buckets, 'bucket')}, "
+    head += f"period {count_text(plan.period, 'iteration')}"
     head += f" after a prologue of {plan.prologue}" if plan.prologue else ""
     rules = [*plan.transfers, *plan.votes, *plan.applies]
     rows = [_cells(rule) for rule in rules]
@@ -234,10 +235,6 @@ def _ranks(ranks: Iterable[Any]) -> tuple[int, ...]:
 def _range(pair: Sequence[Any]) -> range:
     start, stop = pair
     return range(int(start), int(stop))
-
-
-def _count_text(number: int, what: str) -> str:
-    return f"{number:,} {what}" + ("s" if number != 1 else "")
 
 
 def _choice(name: str, value: Any, allowed: Sequence[str]) -> Any:

@@ -270,23 +270,6 @@ def place_of(
     return Place(with_free_nodes(made, devices, measured_devices), devices, estimated)
 
 
-def given_rate_bps(text: str | None) -> float | None:
-    """Return the bits per second of the option `--rate`; None if it is not given.
-
-    Raises:
-        ValueError: the rate is unlimited or no rate.
-    """
-    from offbeat.lab.units import parse_rate_bps
-
-    rate_bps = parse_rate_bps(text, "--rate")
-    if text is not None and rate_bps is None:
-        raise ValueError(
-            f"--rate ({text}) must be a number with a unit, as messages are estimated from it; "
-            "write 200mbit, or leave it out for the measured one"
-        )
-    return rate_bps
-
-
 def require_network(
     hosts: int | None, rate_bps: float | None, count_name: str = "hosts"
 ) -> tuple[int, float]:

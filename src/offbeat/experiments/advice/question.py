@@ -13,10 +13,16 @@ from typing import Any
 from offbeat.core.profile import Profile
 from offbeat.core.profile.elsewhere import extrapolate, network_rate_bps
 from offbeat.core.strategy.parsing import text_of
+from offbeat.core.units import (
+    MAX_RATE_BPS,
+    MIN_RATE_BPS,
+    format_rounded_rate,
+    parse_given_rate_bps,
+)
+from offbeat.core.words import seconds
 from offbeat.experiments.advice.needs import SHARES
 from offbeat.experiments.advice.place import (
     Place,
-    given_rate_bps,
     place_of,
     place_on_cluster,
     require_equal_sizes,
@@ -36,9 +42,7 @@ from offbeat.experiments.advice.verdict_text import SHOWN_SHARE, verdict_text
 from offbeat.experiments.advice.work import Work
 from offbeat.experiments.device_speed import Compute, DeviceSpeed
 from offbeat.experiments.profile_for_network import Hosts, compute_for
-from offbeat.jobs.words import seconds
 from offbeat.lab import Cluster
-from offbeat.lab.units import MAX_RATE_BPS, MIN_RATE_BPS, format_rounded_rate
 
 DEFAULT_LINK = "net"  # name of the only link of a cluster that is given by options, not by a file
 MEASURES = ("change", "staleness", "iteration_s", "update_s")  # fields in the JSON output
@@ -89,7 +93,7 @@ class Question:
             if value is not None and not 0 < value < math.inf:
                 raise ValueError(f"{name} ({value:g}) must be a number above 0")
         require_staleness(self.max_staleness)
-        given_rate_bps(self.rate)
+        parse_given_rate_bps(self.rate)
 
     def place(self, profile: Profile) -> Place:
         """Return the machines of the question, with the model of a profile."""
@@ -106,7 +110,7 @@ class Question:
         measured = max(profile.topology, default=1)
         sizes, profile = (self.devices or measured, measured), profile.of_replicas()
         if (cluster := self.described) is None:
-            place = place_of(profile, self.hosts, given_rate_bps(self.rate), *sizes)
+            place = place_of(profile, self.hosts, parse_given_rate_bps(self.rate), *sizes)
         else:
             place = place_on_cluster(profile, cluster, *sizes)
         if self.passes is not None:
@@ -164,7 +168,7 @@ class Answer:
         """Return a sentence about the device whose times these are."""
         return self.compute.text or (
             f"these times are of the profile's device ({seconds(self.compute.iteration_s)} of "
-            "compute per iteration); --device-speed 20x or --iteration-s .035 predicts for yours"
+            "compute per iteration); --device-speed 20x or 35ms predicts for yours"
         )
 
     def text(self, width: int, *, verbose: bool) -> str:

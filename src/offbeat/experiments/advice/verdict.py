@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 from statistics import fmean
 from typing import Any
 
+from offbeat.core import words
 from offbeat.core.strategy.interface import Strategy
 from offbeat.core.strategy.plan_memory import Memory
 from offbeat.core.strategy.registry import BASELINE, create
@@ -17,7 +18,6 @@ from offbeat.experiments.advice.options import CHANGES
 from offbeat.experiments.advice.place import Place
 from offbeat.experiments.advice.selection import AS_GOOD, MAX_STALENESS, Advice, advise
 from offbeat.experiments.advice.work import Work
-from offbeat.experiments.report import words
 
 
 @dataclass(frozen=True)

@@ -8,15 +8,15 @@ from io import StringIO
 from rich.console import Console
 from rich.table import Table
 
+from offbeat.core import words
 from offbeat.core.strategy.registry import BASELINE
+from offbeat.core.words import digits, size
 from offbeat.experiments.advice.methods import ALONE
 from offbeat.experiments.advice.needs import LEAST_RATE_BPS, reached_bps
 from offbeat.experiments.advice.options import CHANGES
 from offbeat.experiments.advice.selection import AS_GOOD, excluded_strategies
 from offbeat.experiments.advice.verdict import Row, Verdict, rate
-from offbeat.experiments.report import words
 from offbeat.experiments.report.table import wrap
-from offbeat.jobs.words import digits, size
 
 MEGA, GIGA = 1e6, 1e9
 GAP = "  "

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from offbeat.core.words import amount
+
 DEFAULT_BATCHES = 1000
 
 
@@ -54,10 +56,10 @@ class Work:
                     f"samples ({samples:g}) need the samples per iteration of one device; add "
                     "--batch N"
                 )
-            return cls(samples / batch, f"{count_text(samples)} samples in batches of {batch}")
+            return cls(samples / batch, f"{amount(samples)} samples in batches of {batch}")
         if iterations is None:
-            return cls(DEFAULT_BATCHES, f"{count_text(DEFAULT_BATCHES)} batches")
-        return cls(iterations, f"{count_text(iterations)} batches")
+            return cls(DEFAULT_BATCHES, f"{amount(DEFAULT_BATCHES)} batches")
+        return cls(iterations, f"{amount(iterations)} batches")
 
     @classmethod
     def to_loss(cls, loss: float, batches_by_label: Mapping[str, Sequence[float]]) -> Work:
@@ -81,11 +83,3 @@ class Work:
         names = (name for name in (label, same_as) if name in self.batches_by_label)
         found = next(names, None)
         return None if found is None else tuple(self.batches_by_label[found])
-
-
-def count_text(value: float) -> str:
-    """Return a count as '850', '12,000' or '10 M'."""
-    for unit, scale in (("T", 1e12), ("G", 1e9), ("M", 1e6)):
-        if value >= scale:
-            return f"{value / scale:.4g} {unit}"
-    return f"{value:,.0f}" if value >= 1 else f"{value:.3g}"

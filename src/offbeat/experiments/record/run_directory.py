@@ -14,9 +14,9 @@ from offbeat.core.plan import Plan
 from offbeat.core.profile import Profile
 from offbeat.core.sim.trace import Trace, spans_from_dict, whole_periods
 from offbeat.core.strategy.registry import read_plan
+from offbeat.core.words import count_text
 from offbeat.experiments.record.disturbed import Disturbance, disturbance_of
 from offbeat.jobs.record_lines import RankLines, rank_files, read_rank
-from offbeat.jobs.words import count_text
 
 SCHEMA = 1
 LOG_TAIL_LINES = 12

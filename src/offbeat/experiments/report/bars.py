@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from offbeat.core import words
 from offbeat.experiments.record.run_directory import Contestant, Run
-from offbeat.experiments.report import words
 from offbeat.experiments.report.breakdown import Parts, measured_parts
 from offbeat.experiments.report.curves import Ordered
 from offbeat.experiments.report.summary import Row

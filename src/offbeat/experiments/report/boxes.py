@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from html import escape
 from typing import Any
 
+from offbeat.core import words
 from offbeat.core.sim.trace import COMPUTE, Span
-from offbeat.experiments.report import words
 from offbeat.experiments.report.timeline import Generations, held_generation
 
 HEIGHTS = {"big": 30, "": 24, "low": 15, "small": 8}  # heights of lanes with their margin, pixels

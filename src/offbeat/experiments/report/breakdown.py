@@ -7,11 +7,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass
 from statistics import fmean
 
+from offbeat.core import words
 from offbeat.core.plan import INSIDE, base_link
 from offbeat.core.sim.trace import COMPUTE, Span, Trace
 from offbeat.core.transport.topology import Topology
 from offbeat.experiments.record.run_directory import Contestant, Run
-from offbeat.experiments.report import words
 from offbeat.experiments.report.timeline import (
     Window,
     clock_offsets,

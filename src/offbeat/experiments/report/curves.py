@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Literal
 
+from offbeat.core import words
 from offbeat.experiments.record.run_directory import Contestant, Run
-from offbeat.experiments.report import divergence, words
+from offbeat.experiments.report import divergence
 from offbeat.experiments.report.chart import Chart, Line, Values
 from offbeat.experiments.report.headline import display_names
 from offbeat.experiments.report.losses import SMOOTH, Curve

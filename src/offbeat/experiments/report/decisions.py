@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+from offbeat.core import words
 from offbeat.core.plan import Fact, Phases
 from offbeat.experiments.record.run_directory import Contestant, RankRecord, Repetition
-from offbeat.experiments.report import words
+from offbeat.experiments.report import values
 
 LONGEST = 300  # characters of a value
 
@@ -43,7 +44,7 @@ def _rows_and_tables(name: str, value: Any, meaning: str = "") -> Iterator[Row |
         for key, inner in value.items():
             yield from _rows_and_tables(str(key), inner)
     elif isinstance(value, list | tuple) and value and all(isinstance(v, Mapping) for v in value):
-        table = words.record_table(_title(name), value, _value_text)
+        table = values.record_table(_title(name), value, _value_text)
         yield {**table, "columns": [_title(key) for key in table["columns"]]}
     elif (words_ := _value_text(value)) not in (words.NONE, ""):
         yield _title(name), words_, meaning
@@ -58,7 +59,7 @@ def _value_text(value: Any) -> str:
         return "yes" if value else "no"
     if isinstance(value, float):
         return words.digits(value, 4)
-    text = words.as_text(value)
+    text = values.as_text(value)
     return text if len(text) <= LONGEST else f"{text[:LONGEST]} ..."
 
 

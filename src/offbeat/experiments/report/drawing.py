@@ -10,10 +10,10 @@ from typing import Any
 
 from markupsafe import Markup
 
+from offbeat.core import words
 from offbeat.core.profile import Profile
 from offbeat.core.sim.trace import COMPUTE
 from offbeat.experiments.record.run_directory import Contestant, Run
-from offbeat.experiments.report import words
 from offbeat.experiments.report.boxes import (
     SLIVER,
     Lane,

@@ -7,7 +7,7 @@ import io
 from typing import Any
 
 from offbeat.experiments.record.run_directory import Run
-from offbeat.experiments.report import words
+from offbeat.experiments.report import values
 from offbeat.experiments.report.headline import typed_text
 from offbeat.experiments.report.summary import Row, repetition_rows
 
@@ -19,7 +19,7 @@ def export(run: Run, form: str) -> str:
     """
     records = [_record(index, row) for index, row in repetition_rows(run)]
     if form == "json":
-        return words.dumps(records) + "\n"
+        return values.dumps(records) + "\n"
     columns = dict.fromkeys(name for record in records for name in record)
     text = io.StringIO()
     writer = csv.DictWriter(text, columns, lineterminator="\n")

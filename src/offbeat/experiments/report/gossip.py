@@ -9,9 +9,9 @@ from itertools import pairwise
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
+from offbeat.core import words
 from offbeat.core.sim.trace import Trace
 from offbeat.experiments.record.run_directory import Contestant, RankRecord, Repetition
-from offbeat.experiments.report import words
 from offbeat.experiments.report.boxes import Box, Lane, Picture, Tie
 
 SHOWN = 10  # length of the window, in mean times of a gradient

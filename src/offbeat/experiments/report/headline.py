@@ -9,13 +9,13 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from offbeat.core import words
 from offbeat.core.profile import Profile
+from offbeat.core.units import parse_rate_bps
 from offbeat.experiments.record.disturbed import describe_disturbances
 from offbeat.experiments.record.run_directory import Run
-from offbeat.experiments.report import words
 from offbeat.experiments.report.losses import first_loss
 from offbeat.experiments.report.summary import Interval, Row, rank_rows
-from offbeat.lab.units import parse_rate_bps
 
 APART = 0.02  # least reported difference of the numbers of iterations
 OFF = 0.1  # least reported error of the predicted ratio

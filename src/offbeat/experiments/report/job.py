@@ -9,17 +9,17 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from offbeat.core import words
 from offbeat.core.plan import INSIDE, base_link
 from offbeat.core.profile import Profile
 from offbeat.core.transport.failure_detector import interval_s
 from offbeat.core.transport.topology import Topology
-from offbeat.experiments.report import words
+from offbeat.core.words import count_text, duration
 from offbeat.jobs.interval import Interval, LossSums, combine, quantile
 from offbeat.jobs.job_view import ACTIVE, LEFT, delaying_ranks, heartbeat_timeout_s
 from offbeat.jobs.membership_history import EVENT, MembershipHistory
 from offbeat.jobs.record_folder import find_runs, is_alive, is_run
 from offbeat.jobs.record_lines import JobRecord, RankLines, load
-from offbeat.jobs.words import count_text, duration
 
 SILENT_S = 2.0  # lower bound; a rank with an older heartbeat at the first error failed before it
 

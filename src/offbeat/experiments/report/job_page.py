@@ -10,13 +10,15 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from offbeat.core import words
 from offbeat.core.files import replace_text
 from offbeat.core.plan import Plan
 from offbeat.core.profile import Profile
 from offbeat.core.sim.trace import COMPUTE, Trace, shift_span, spans_from_dict
 from offbeat.core.transport.topology import Topology
+from offbeat.core.words import count_text, duration, local_time
 from offbeat.experiments.record.run_directory import Contestant, RankRecord, Repetition, Run
-from offbeat.experiments.report import words
+from offbeat.experiments.report import values
 from offbeat.experiments.report.breakdown import Parts, Split, parts_of
 from offbeat.experiments.report.job import (
     JobReport,
@@ -31,7 +33,6 @@ from offbeat.experiments.report.summary import Row
 from offbeat.experiments.report.timeline import predicted_window
 from offbeat.jobs.record_folder import PAGE_FILE
 from offbeat.jobs.record_lines import JobRecord, RankLines, load
-from offbeat.jobs.words import count_text, duration, local_time
 
 MOST_EVENTS = 40  # newest events that are listed
 MOST_POINTS = 240  # points of the curve of the loss
@@ -299,7 +300,7 @@ def _facts(record: JobRecord, report: JobReport) -> dict[str, Any]:
 
 def _tables(record: JobRecord, report: JobReport) -> Iterator[dict[str, Any]]:
     """Yield the tables of ranks, of changes of the members, and of events."""
-    yield words.record_table("ranks", list(_rank_rows(record)))
+    yield values.record_table("ranks", list(_rank_rows(record)))
     if report.members is not None:
         rows = [
             {
@@ -316,7 +317,7 @@ def _tables(record: JobRecord, report: JobReport) -> Iterator[dict[str, Any]]:
             }
             for change in report.members.changes
         ]
-        yield words.record_table("changes of the members", rows)
+        yield values.record_table("changes of the members", rows)
     events = [
         {
             "iteration": f"{event.get('iteration', 0):,}",
@@ -326,7 +327,7 @@ def _tables(record: JobRecord, report: JobReport) -> Iterator[dict[str, Any]]:
         for event in report.events[-MOST_EVENTS:]
     ]
     if events:
-        yield words.record_table("newest events", events)
+        yield values.record_table("newest events", events)
 
 
 def _rank_rows(record: JobRecord) -> Iterator[dict[str, Any]]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from offbeat.core import words
 from offbeat.core.strategy.registry import BASELINE
-from offbeat.experiments.report import words
+from offbeat.core.words import count_text, duration, local_time
 from offbeat.experiments.report.job import JobReport, Restart
 from offbeat.experiments.report.table import wrap
-from offbeat.jobs.words import count_text, duration, local_time
 
 INDENT = 13  # characters before the texts of the printed report
 MOST_EVENTS = 6  # newest events that are printed

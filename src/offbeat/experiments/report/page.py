@@ -15,11 +15,12 @@ from urllib.parse import quote
 import jinja2
 from markupsafe import Markup
 
+from offbeat.core import words
 from offbeat.core.plan import Payload, Plan
 from offbeat.core.sim import predict
 from offbeat.experiments.record.disturbed import describe_disturbances
 from offbeat.experiments.record.run_directory import Contestant, Run, count_skipped
-from offbeat.experiments.report import boxes, curves, drawing, words
+from offbeat.experiments.report import boxes, curves, drawing, values
 from offbeat.experiments.report.bars import Bar, bars_of
 from offbeat.experiments.report.breakdown import explain_error
 from offbeat.experiments.report.chart import Chart, as_html
@@ -40,6 +41,10 @@ from offbeat.experiments.report.table import details
 from offbeat.experiments.report.votes import describe_votes, votes_of
 from offbeat.strategies import DDP
 
+NO_PROGRESS = (
+    "Iterations without an update are no progress: where gradients are merged, compare updates per "
+    "second as well."
+)
 METRIC_NOTE = (
     "Mean over the ranks that report it and over repetitions, from the end of the first iteration "
     "on. Bands are the lowest to the highest repetition."
@@ -205,7 +210,7 @@ def _table(
         ],
         "ddp": ddp,
         "most_s": max([*ends, 1e-9]),
-        "updates": words.NO_PROGRESS if merges_gradients(rows) else "",
+        "updates": NO_PROGRESS if merges_gradients(rows) else "",
         "speedup": any(row.speedup is not None for row in rows),
         "losses": any(row.final_loss is not None or row.diverged for row in rows),
         "metrics": any(row.metrics for row in rows),
@@ -426,7 +431,7 @@ def _link_facts(run: Run) -> dict[str, Any]:
 def _cluster_tables(cluster: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the cluster's lists of records (links, overrides) as tables."""
     lists = {name: _records(value) for name, value in cluster.items()}
-    return [words.record_table(name, records) for name, records in lists.items() if records]
+    return [values.record_table(name, records) for name, records in lists.items() if records]
 
 
 def _records(value: Any) -> list[Mapping[str, Any]]:

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field, replace
 from statistics import fmean, median, quantiles
 from typing import Literal
 
+from offbeat.core import words
 from offbeat.core.plan import INSIDE, base_link
 from offbeat.core.sim.trace import COMPUTE
 from offbeat.core.transport.topology import Topology
 from offbeat.experiments.record.disturbed import Disturbance
 from offbeat.experiments.record.run_directory import Contestant, Repetition, Run, count_skipped
-from offbeat.experiments.report import words
 from offbeat.experiments.report.breakdown import Split, split_of
 from offbeat.experiments.report.losses import (
     Curve,

@@ -12,8 +12,8 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from offbeat.core import words
 from offbeat.experiments.record.run_directory import Run
-from offbeat.experiments.report import words
 from offbeat.experiments.report.headline import conditions, display_names, headline, typed_text
 from offbeat.experiments.report.summary import Row, rank_rows
 

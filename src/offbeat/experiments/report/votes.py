@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from offbeat.core import words
 from offbeat.experiments.record.run_directory import RankRecord, Repetition
-from offbeat.experiments.report import words
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from offbeat.core.files import replace_text
 from offbeat.core.sim.trace import COMPUTE, Trace
 from offbeat.experiments.device_speed import Compute
 from offbeat.experiments.record.run_directory import SCHEMA, Contestant, Run, load
-from offbeat.experiments.report import gossip, metrics, words
+from offbeat.experiments.report import gossip, metrics, values
 from offbeat.experiments.report.headline import headline
 from offbeat.experiments.report.page import render
 from offbeat.experiments.report.summary import Row, shift_curve, summarize
@@ -36,7 +36,7 @@ def write(run_dir: str | Path) -> Path:
     """
     run = load(run_dir)
     rows = summarize(run)
-    replace_text(run.path / SUMMARY, words.dumps(summary(run, rows)))
+    replace_text(run.path / SUMMARY, values.dumps(summary(run, rows)))
     traces = {c.label: _write_traces(run.path / c.label, c) for c in run.contestants}
     report = run.path / REPORT
     replace_text(report, render(run, rows, traces))
@@ -95,7 +95,7 @@ def _write_traces(folder: Path, contestant: Contestant) -> dict[str, str]:
         data = chrome_events(trace)
         if gossiped is not None:
             data["traceEvents"] += gossip.trace_events(gossiped, ahead_s)
-        replace_text(folder / name, words.dumps(data))
+        replace_text(folder / name, values.dumps(data))
     return {source: name for source, name, *_ in found}
 
 

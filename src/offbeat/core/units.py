@@ -1,4 +1,5 @@
-"""Conversion of rates, times and shares between text ("100mbit", "20ms", "1%") and numbers."""
+"""Conversion of rates, times, sizes, counts and shares between text ("100mbit", "20ms", "5GB",
+"10M", "1%") and numbers."""
 
 import math
 import re
@@ -25,9 +26,15 @@ _BYTES = re.compile(
 _TIME_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 _MOMENT_UNITS = {**_TIME_UNITS, "min": 60.0}
 _SHARE_UNITS = {"": 1.0, "%": 0.01}
+_COUNT_UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
+_SIZE_UNITS = {f"{name}b": scale for name, scale in _COUNT_UNITS.items() if name} | {
+    f"{name}ib": 2.0 ** (10 * power) for power, name in enumerate("kmgt", 1)
+}
 _RATE_HELP = 'write bit, kbit, mbit or gbit as in "100mbit", or "unlimited"'
 _TIME_HELP = 'write us, ms or s as in "20ms"'
 _MOMENT_HELP = 'write ms, s or min as in "30s"'
+_COUNT_HELP = "write 10M or 2e6"
+_SIZE_HELP = "write kB, MB, GB or TB as in 24GB, or GiB"
 _SHARE_HELP = 'write 0.01 or "1%"'
 
 
@@ -53,6 +60,21 @@ def parse_rate_bps(value: str | float | None, name: str = "rate") -> int | None:
         raise ValueError(
             f"{name} ({value!r}) must be from {format_rate(MIN_RATE_BPS)} to "
             f"{format_rate(MAX_RATE_BPS)}; {_RATE_HELP}"
+        )
+    return rate_bps
+
+
+def parse_given_rate_bps(text: str | None, name: str = "--rate") -> int | None:
+    """Return the bits per second of an option; None if it is not given.
+
+    Raises:
+        ValueError: the rate is unlimited or no rate.
+    """
+    rate_bps = parse_rate_bps(text, name)
+    if text is not None and rate_bps is None:
+        raise ValueError(
+            f"{name} ({text!r}) must be a number with a unit, as messages are estimated from it; "
+            "write 200mbit, or leave it out for the measured one"
         )
     return rate_bps
 
@@ -110,6 +132,46 @@ def parse_number(value: Any, name: str, least: float, most: float, help_: str) -
         raise ValueError(f"{name} ({value!r}) must be a number; {help_}")
     number = _number(value, name, _SHARE_UNITS, "", help_)
     return _require_range(number, value, name, least, most, "", help_)
+
+
+def parse_count(value: str, name: str) -> float:
+    """Return the number of a text such as "10M", "2e6" or "50k", if it is above 0."""
+    return require_positive(_number(value, name, _COUNT_UNITS, "", _COUNT_HELP), value, name)
+
+
+def parse_size(value: str, name: str) -> float:
+    """Return the bytes of a text such as "24GB" or "16GiB", if they are above 0."""
+    return require_positive(_number(value, name, _SIZE_UNITS, "", _SIZE_HELP), value, name)
+
+
+def parse_duration_s(value: str, name: str) -> float:
+    """Return the seconds of a text such as "35ms", "2 min" or ".35", if they are above 0."""
+    return require_positive(_number(value, name, _MOMENT_UNITS, "s", _MOMENT_HELP), value, name)
+
+
+def parse_whole(value: str, name: str, least: int | None = None, most: int | None = None) -> int:
+    """Return a whole number from `least` to `most`. Raise ValueError instead of rounding."""
+    try:
+        number = int(value)
+    except ValueError:
+        raise ValueError(f"{name} ({value!r}) must be a whole number, such as 4") from None
+    if (least is None or least <= number) and (most is None or number <= most):
+        return number
+    limits = f"at least {least}" if most is None else f"from {least} to {most}"
+    raise ValueError(f"{name} ({number}) must be {limits}")
+
+
+def parse_deviation(value: str, name: str) -> float:
+    """Return the relative standard deviation of a text such as ".1" or "10%", from 0 to 2."""
+    number = _number(value, name, _SHARE_UNITS, "", _SHARE_HELP)
+    return _require_range(number, value, name, 0, 2, "", _SHARE_HELP)
+
+
+def require_positive(number: float, value: str, name: str) -> float:
+    """Return a finite number above 0; raise ValueError for any other one."""
+    if not 0 < number < math.inf:
+        raise ValueError(f"{name} ({value!r}) must be a number above 0")
+    return number
 
 
 def format_time(time_s: float) -> str:
