@@ -24,7 +24,7 @@ from figures import spread
 
 from offbeat.experiments.compare import compare
 from offbeat.experiments.comparison import Comparison, Contestant, Setup
-from offbeat.experiments.record.record_file import read, records_in
+from offbeat.experiments.record.run_directory import load_repetition
 from offbeat.lab import Cluster
 from offbeat.profile import Profile
 from offbeat.strategies import ADPSGD, DDP, WFBP, A2CiD2, Strategy
@@ -76,9 +76,9 @@ def run(task: str, name: str, strategy: Strategy, seed: int, options: Any) -> di
         if not known.exists():
             Profile.load(directory / "profile.json").save(known)
         ranks = [json.loads(path.read_text()) for path in sorted(directory.rglob("lab*.json"))]
-        records = [read(path) for path in records_in(directory / "one" / "rep0")]
+        records = load_repetition(directory / "one" / "rep0", 0).ranks
     assert len(ranks) == HOSTS, name
-    gossip = [record["trace"]["notes"].get("gossip") for record in records]
+    gossip = [record.trace.notes.get("gossip") for record in records]
     done = [sum(one["exchanges"].values()) for one in gossip if one]
     steps = [rank["steps"] for rank in ranks]
     return {

@@ -4,7 +4,6 @@ import gc
 import os
 import sys
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -57,14 +56,6 @@ def own_group() -> Iterator[None]:
     """Default process group of a test that calls `offbeat.prepare` in this process."""
     yield
     destroy_group()
-
-
-@pytest.fixture
-def forked_rehearsals(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Scripts that are rehearsed in forks of a process that has imported torch already."""
-    from harness.commands import ForkedPython
-
-    monkeypatch.setattr("offbeat.rehearsal.command.subprocess", SimpleNamespace(Popen=ForkedPython))
 
 
 @pytest.fixture

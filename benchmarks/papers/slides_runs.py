@@ -20,7 +20,7 @@ from offbeat.core.runtime.engine import Engine
 from offbeat.core.runtime.iteration import Iteration
 from offbeat.core.transport.device import CPU
 from offbeat.experiments.predictions import outcomes_of
-from offbeat.experiments.record.recorder import VoteLog
+from offbeat.jobs.iteration_log import VoteLog
 from offbeat.plan import Plan, vote_channel
 from offbeat.profile import Profile
 from offbeat.strategies import Strategy

@@ -12,7 +12,7 @@ from typing import Any
 from slides_tasks import Task, methods
 
 from offbeat.experiments.new_run import SKIP
-from offbeat.experiments.record.record_file import read, records_in
+from offbeat.experiments.record.run_directory import load_repetition
 from offbeat.experiments.report import load, summarize
 from offbeat.profile import Profile
 from offbeat.server.simulation import ServedJob
@@ -176,8 +176,8 @@ def _by_kind(label: str, directory: Path) -> list[tuple[str, float, float]]:
     """Mean seconds per clock of the fast workers and of the slow one, measured and simulated over
     as many clocks."""
     profile = Profile.load(directory / "profile.json")
-    told = [read(path) for path in records_in(directory / label / "rep0")]
-    ends_s = [record["trace"]["ends_s"][0] for record in told]
+    told = load_repetition(directory / label / "rep0", 0).ranks
+    ends_s = [record.trace.ends_s[0] for record in told]
     strategy = SSP(**json.loads((directory / label / "rep0" / "job.json").read_text())["settings"])
     made = ServedJob(
         server_of(profile, 1),

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable, Iterator, Sequence
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -112,24 +116,53 @@ def rehearse(
     **more: Any,
 ) -> tuple[list[nn.Module], offbeat.RehearsedCurve]:
     """The replicas after the rehearsal, and its curve."""
-    models: list[nn.Module] = []
+    made: list[nn.Module] = []
 
     def make() -> nn.Module:
-        models.append(make_model(strategy))
-        return models[-1]
+        made.append(make_model(strategy))
+        return made[-1]
 
-    found = offbeat.rehearse(
-        make,
-        make_optimizer,
-        batches,
-        strategy,
-        profile or profile_of(ranks),
-        more_ranks,
-        iterations=iterations,
-        **more,
-    )
-    [curve] = found.values()
-    return models, curve
+    with returning(batches, lambda: made[-1].state_dict()) as (own, states):
+        found = offbeat.rehearse(
+            make,
+            make_optimizer,
+            own,
+            strategy,
+            profile or profile_of(ranks),
+            more_ranks,
+            iterations=iterations,
+            **more,
+        )
+        [curve] = found.values()
+        return [loaded(partial(make_model, strategy), state) for state in states()], curve
+
+
+@contextmanager
+def returning(
+    batches: Callable[[int], Iterable[Any]], value: Callable[[], Any]
+) -> Iterator[tuple[Callable[[int], Iterator[Any]], Callable[[], list[Any]]]]:
+    """Batches for the forks of a rehearsal that leave a value of each rank at the end of its
+    training, and a function that returns these values."""
+    with tempfile.TemporaryDirectory() as folder:
+
+        def own(rank: int) -> Iterator[Any]:
+            try:
+                yield from batches(rank)
+            finally:
+                torch.save(value(), f"{folder}/{rank}")
+
+        def values() -> list[Any]:
+            count = len([*Path(folder).iterdir()])
+            return [torch.load(f"{folder}/{rank}", weights_only=False) for rank in range(count)]
+
+        yield own, values
+
+
+def loaded(make_model: Callable[[], nn.Module], state: dict[str, Tensor]) -> nn.Module:
+    with torch.random.fork_rng():
+        module = make_model()
+    module.load_state_dict(state)
+    return module
 
 
 # ---- a quadratic of which every weight is known ---------------------------------------------
@@ -146,23 +179,18 @@ def quadratic_profile(ranks: int) -> Profile:
 def rehearse_quadratic(
     strategy: str,
     *,
-    before: Callable[[Any, int, int], None] = lambda *_: None,
     iterations: int = T,
     **more: Any,
 ) -> tuple[offbeat.RehearsedCurve, list[list[np.ndarray]]]:
-    """The curve, and the weights that each forward of each replica has seen.
-
-    `before` is called with model, rank and iteration before each forward. After T iterations the
-    numbers of the task repeat.
-    """
+    """The curve, and the weights that each forward of each replica has seen. After T iterations the
+    numbers of the task repeat."""
     task = Quadratic(SIZES, K, T)
     start, a, c = task.numbers
     nets: list[Net] = []
-    seen: list[list[np.ndarray]] = []
+    seen: list[np.ndarray] = []
 
     def make_model() -> Net:
         nets.append(Net(start, SIZES))
-        seen.append([])
         return nets[-1]
 
     def make_optimizer(net: torch.nn.Module) -> torch.optim.Optimizer:
@@ -177,21 +205,20 @@ def rehearse_quadratic(
             )
 
     def loss(model: Any, batch: Any) -> Tensor:
-        before(model, batch[0], len(seen[batch[0]]))
         value = model(*batch[1:])
-        net = nets[batch[0]]
-        seen[batch[0]].append(torch.cat([layer.seen for layer in net.steps]).numpy())
+        seen.append(torch.cat([layer.seen for layer in nets[-1].steps]).numpy())
         return value
 
-    curves = offbeat.rehearse(
-        make_model,
-        make_optimizer,
-        batches,
-        strategy,
-        quadratic_profile(K),
-        iterations=iterations,
-        loss=loss,
-        **more,
-    )
-    [curve] = curves.values()
-    return curve, seen
+    with returning(batches, lambda: seen) as (own, values):
+        curves = offbeat.rehearse(
+            make_model,
+            make_optimizer,
+            own,
+            strategy,
+            quadratic_profile(K),
+            iterations=iterations,
+            loss=loss,
+            **more,
+        )
+        [curve] = curves.values()
+        return curve, values()

@@ -19,6 +19,7 @@ import torch
 
 from offbeat.cli import entry as cli
 from offbeat.experiments.advice.options import CHANGES
+from offbeat.experiments.record.run_directory import read_record
 from offbeat.profile import Bucket, Link, Profile
 
 TRAINING_BYTES = 4  # parameters, gradients and two moments, in sizes of the model
@@ -360,7 +361,6 @@ def iterations_to(losses: list[float], target: float) -> int:
 
 
 @pytest.mark.timeout(300)  # a rehearsal of each method and seed
-@pytest.mark.usefixtures("forked_rehearsals")
 def test_rehearsed_losses_decide(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Times are those of the rehearsed iterations, and the spread over seeds widens the range."""
     optimizer = "torch.optim.SGD(model.parameters(), 0.05)"
@@ -382,9 +382,9 @@ def test_rehearsed_losses_decide(here: Path, capsys: pytest.CaptureFixture[str])
     zero = rows["zero-3"]
     assert zero["seconds"] == pytest.approx(fmean(counts["ddp"]) * zero["iteration_s"])
     (folder,) = (here / "runs").iterdir()
-    curve = json.loads((folder / "ddp" / "rep0" / "curve.json").read_text())
+    record = read_record(folder / "ddp" / "rep0" / "rank0.jsonl")
     ends_s = [rows["ddp"]["iteration_s"] * (i + 1) for i in range(60)]
-    assert curve["ends_s"] == pytest.approx(ends_s, rel=1e-6)
+    assert record.trace.ends_s[0] == pytest.approx(ends_s, rel=1e-6)
     again = [*argv, "--target", "loss=0.0", "--resume", str(folder), "t.py", "60"]
     assert cli.main(["advise", *again]) == 1  # not reached, by losses that are not trained again
     assert capsys.readouterr().err

@@ -69,12 +69,12 @@ def profile_here(
 ) -> tuple[Profile | None, int]:
     """Return the given profile, that of an interrupted rehearsal, or the newly measured one of a
     script on one device; without one the exit code."""
-    setup, known = Where(hosts=1, lab="none", pace="none").setup(script, args), given
     if given is None and resume is not None:
-        from offbeat.rehearsal.command import MEASURED
+        from offbeat.rehearsal.command import measured_profile
 
-        known = resume / MEASURED
-    with open_profile(setup, known, stderr=stderr) as (path, outcome):
+        return measured_profile(resume), 0
+    setup = Where(hosts=1, lab="none", pace="none").setup(script, args)
+    with open_profile(setup, given, stderr=stderr) as (path, outcome):
         if path is None:
             return None, exit_code(outcome, "no profile was written")
         return texts.load_profile(path), 0

@@ -140,14 +140,12 @@ class Rehearsing:
     Attributes:
         jitter: Relative standard deviation of compute times.
         seeds: One rehearsal of each strategy per seed, as in 0,1,2.
-        processes: Strategies that are rehearsed at the same time.
         target: Report the time to loss=4.3.
         resume: Interrupted rehearsal of this command, to complete.
     """
 
     jitter: float | None = None
     seeds: str = "0"
-    processes: Positive = 1
     target: str | None = None
     resume: Path | None = None
 
@@ -161,7 +159,6 @@ class Rehearsing:
         return {
             "iterations": iterations,
             "seeds": texts.parse_seeds(self.seeds, None, 0),
-            "processes": self.processes,
             "target_loss": target_loss,
         }
 

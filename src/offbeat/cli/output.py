@@ -13,14 +13,13 @@ from offbeat.core.files import write_text
 
 if TYPE_CHECKING:  # report and rich are imported only by the commands that need them
     from offbeat.experiments.launcher import Outcome
-    from offbeat.rehearsal.command import RehearsalOutcome
 
 WRONG_USE, FAILED, INTERRUPTED = 2, 1, 130  # exit codes
 PLAIN_WIDTH = 100  # characters per line of a table if the output is no terminal
 LEAST_WIDTH = 60  # least width of a table in characters; a narrower terminal wraps its lines
 
 
-def exit_code(outcome: Outcome | RehearsalOutcome, kept: str) -> int:
+def exit_code(outcome: Outcome, kept: str) -> int:
     """Return the exit code of a comparison or a rehearsal. After Ctrl-C print the text `kept`."""
     if outcome.interrupted:
         print(f"offbeat: interrupted; {kept}", file=sys.stderr)

@@ -271,8 +271,7 @@ def _require_advice_options(
         return
     if how != replace(REHEARSING, jitter=how.jitter):
         raise ValueError(
-            "--seeds, --processes, --target and --resume are for --rehearse; add it, or leave them "
-            "out"
+            "--seeds, --target and --resume are for --rehearse; add it, or leave them out"
         )
     if (script is None) == (profile is None):
         raise ValueError(

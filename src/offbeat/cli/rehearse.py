@@ -41,8 +41,8 @@ def rehearse(
     how: Rehearsing = REHEARSING,
     result: Result = RESULT,
 ) -> int:
-    """Train all replicas of a script on this machine, one after the other, and report losses
-    against simulated time.
+    """Train all replicas of a script on this machine, as processes, and report losses against
+    simulated time.
 
     Example: offbeat rehearse --ranks 32 --rate 100mbit --jitter .1 train.py --steps 500
 
@@ -85,7 +85,7 @@ def rehearse(
     progress = Progress(stderr=result.json_)
     whole = (script, *args)
     run_dir = how.resume or result.out or default_run_dir(script_name(whole), "rehearsal-")
-    outcome = rehearse_script(
+    outcome, _ = rehearse_script(
         ScriptRehearsal(whole, contestants, there, measured=measured, **settings),
         run_dir,
         progress,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from offbeat.core.transport.control import OPEN_CONTROL, Control
+from offbeat.core.transport.control import Control
 from offbeat.data.batches import kind, leaves, pool, rebuild, samples_of
 from offbeat.data.injection import Injection
 from offbeat.data.numbers import require_count, require_positive
@@ -88,7 +88,7 @@ class Injected:
                 "samples; call offbeat.prepare or init_process_group before the first batch"
             )
         require_no_servers("an injected loader")
-        control = OPEN_CONTROL.get()(self._timeout_s)
+        control = Control(self._timeout_s)
         settings = f"{self.injection} with batch={self.batch} from iteration {self._iteration}"
         control.agree("injection", settings, "make it with the same settings")
         return control

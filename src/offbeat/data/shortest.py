@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 import torch
 import torch.distributed as dist
 
-from offbeat.core.transport.control import OPEN_CONTROL, Control
+from offbeat.core.transport.control import Control
 from offbeat.data.numbers import require_positive
 from offbeat.data.place import require_no_servers
 from offbeat.data.samplers import ChunkSampler
@@ -32,7 +32,7 @@ class Joined(Generic[Batch]):
             yield from self.loader
             return
         require_no_servers("offbeat.join")
-        control = self._control = self._control or OPEN_CONTROL.get()(self._timeout_s)
+        control = self._control = self._control or Control(self._timeout_s)
         own = _length(self.loader)
         lengths = control.gather(own)
         if UNSIZED in lengths:

@@ -74,7 +74,8 @@ def compare(  # noqa: C901
         LabError: this machine cannot run the lab.
     """
     progress = progress or Progress()
-    before = read_record(run_dir) if resume else {}
+    kind = "rehearsal" if comparison.facts else "comparison"
+    before = read_record(run_dir, kind) if resume else {}
     if not resume:
         require_unused_directory(run_dir)
     path = comparison.profile
@@ -83,7 +84,8 @@ def compare(  # noqa: C901
         outcome = Outcome(run_dir)
         run = _ComparisonRun(comparison, lab, outcome, progress)
         record = run.record = describe_run(comparison, lab) | {"probed": run.probe_links()}
-        record["profile"] = None if given is None else given.record()
+        if given is not None and not comparison.facts:
+            record["profile"] = given.record()
         known = run_dir / "profile.json"
         if resume:
             require_same(record, before, run_dir)
@@ -97,11 +99,11 @@ def compare(  # noqa: C901
         run.write_record()
         for note in outcome.notes:
             progress.print_error(f"note: {note}")
-        if lab.note:
-            progress.print_line(lab.note)
+        if record["note"]:
+            progress.print_line(record["note"])
         progress.print_line(f"what the script prints goes to {logs_of(comparison, run_dir)}")
         try:
-            if given is not None:
+            if given is not None and not comparison.facts:
                 progress.print_line(given.text)
             if resume and known.exists():
                 run.run_contestants(Profile.load(known))
@@ -143,8 +145,10 @@ def _file_error(error: OSError) -> str:
     return f"{what}; check the path and its permissions"
 
 
-def given_profile(setup: Setup, path: Path) -> ConvertedProfile:
+def given_profile(setup: Setup, path: Path | Profile) -> ConvertedProfile:
     """Read a profile and convert it to the cluster of a setup; see `compute_for`."""
+    if isinstance(path, Profile):
+        return ConvertedProfile(path, file="of the rehearsal")
     return compute_for(
         Profile.load(path),
         setup.cluster,

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from offbeat.core.measuring.processors import processors
+from offbeat.core.profile import Profile
 from offbeat.core.sim.ranks import Ranks
 from offbeat.core.strategy.parsing import parts, text_of
 from offbeat.core.transport.addresses import require_interfaces
@@ -16,6 +17,7 @@ from offbeat.experiments.device_speed import DeviceSpeed
 from offbeat.experiments.profile_for_network import ranks_on, replicas_of
 from offbeat.experiments.script import require_runnable
 from offbeat.lab import Cluster, Lab, NoLab
+from offbeat.lab.launch import Result
 from offbeat.strategies import Strategy
 
 WAIT_S = 120.0
@@ -72,6 +74,8 @@ class Setup:
         servers: number of ranks, the last ones of the cluster, that only serve under strategies
             with servers.
         min_bucket_bytes: `min_bucket_bytes` of `offbeat.prepare`, in place of the script's.
+        job: further fields of the job file.
+        launch: replaces `offbeat.lab.launch`, for launches whose times are not measured.
     """
 
     script: tuple[str, ...]
@@ -84,6 +88,8 @@ class Setup:
     pace: float | Literal["auto", "none"] | None = None
     servers: int = 0
     min_bucket_bytes: int | None = None
+    job: Mapping[str, Any] = field(default_factory=dict)
+    launch: Callable[..., Result] | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.pace, (int, float)) and not 1 <= self.pace < float("inf"):
@@ -193,11 +199,13 @@ class Comparison:
         contestants: strategies to run in turns; None runs the strategy that the script names.
         repetitions: number of repetitions of each contestant.
         target_loss: training loss to which the time is measured.
-        profile: file of the profile; None measures the profile first.
+        profile: file of the profile, or the profile of a rehearsal; None measures the profile
+            first.
         command: command line of the user.
         keeping: checkpoints, for a single contestant.
         repeat_disturbed: whether a disturbed repetition or profile is measured once more.
         device: the user's device, on which each contestant is predicted as well.
+        facts: fields of run.json of a rehearsal.
         target: name and value of a reported metric that replaces the training loss as the target.
         given_seeds: seed of each repetition; empty: those from the setup's seed on.
     """
@@ -206,13 +214,14 @@ class Comparison:
     contestants: tuple[Contestant, ...] | None
     repetitions: int = 1
     target_loss: float | None = None
-    profile: Path | None = None
+    profile: Path | Profile | None = None
     command: tuple[str, ...] = ()
     keeping: CheckpointOptions | None = None
     repeat_disturbed: bool = False
     device: DeviceSpeed | None = None
     given_seeds: tuple[int, ...] = ()
     target: tuple[str, float] | None = None
+    facts: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.repetitions < 1:

@@ -186,7 +186,7 @@ class Launcher:
             self.progress.step(step, count) as on_line,
             LoadSampler(self.lab.process.pid) as sampler,
         ):
-            result = launch(
+            result = (setup.launch or launch)(
                 self.lab,
                 [sys.executable, *setup.script, *arguments],
                 env=env,
@@ -198,7 +198,7 @@ class Launcher:
                 servers=setup.servers if strategy and strategy.needs.servers else 0,
                 survive=bool(strategy and strategy.needs.survives_ranks),
             )
-        if (load := sampler.load()) is not None:
+        if setup.launch is None and (load := sampler.load()) is not None:
             write_json(directory / LOAD, load.record())
         changes = setup.cluster.changes
         return result.problem, [
@@ -222,5 +222,6 @@ def _job(setup: Setup, strategy: Strategy | None, **rest: Any) -> dict[str, Any]
         "timeout_s": setup.wait_s,
         "pace": None,
         "turns": None,
+        **setup.job,
     }
     return job | rest

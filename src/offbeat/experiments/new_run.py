@@ -163,6 +163,7 @@ def describe_run(comparison: Comparison, lab: Lab | NoLab) -> dict[str, Any]:
             "device_speed": comparison.device and asdict(comparison.device),
         },
         "limits": {"timeout_s": setup.timeout_s, "wait_s": setup.wait_s},
+        **comparison.facts,
     }
 
 

@@ -21,9 +21,10 @@ from offbeat.experiments.advice.work import Work
 from offbeat.experiments.comparison import Contestant
 from offbeat.experiments.record.run_directory import load
 from offbeat.experiments.report.losses import target_loss
-from offbeat.rehearsal.command import RehearsalOutcome, ScriptRehearsal, rehearse_script
+from offbeat.rehearsal.command import ScriptRehearsal, rehearse_script
 
 if TYPE_CHECKING:
+    from offbeat.experiments.launcher import Outcome
     from offbeat.experiments.progress import Progress
     from offbeat.rehearsal.rehearse import RehearsedCurve
 
@@ -211,7 +212,7 @@ def rehearse_methods(
         *,
         resume: bool,
         **more: Any,
-    ) -> RehearsalOutcome:
+    ) -> tuple[Outcome, Mapping[str, Sequence[RehearsedCurve]]]:
         rehearsal = ScriptRehearsal(
             script, contestants, profile, measured=measured, **{**settings, **more}
         )
@@ -219,25 +220,25 @@ def rehearse_methods(
 
     planned = [one for one in predicted.learnt_differently if isinstance(one, Planned)]
     contestants = tuple(map(Contestant.of, planned))
-    outcomes = [rehearse(contestants, place.profile, run_dir, resume=resume)]
-    curves = {text_of(c.strategy): outcomes[0].curves.get(c.label, []) for c in contestants}
-    if not outcomes[0].interrupted:
+    first, known = rehearse(contestants, place.profile, run_dir, resume=resume)
+    curves = {text_of(c.strategy): known.get(c.label, []) for c in contestants}
+    outcomes = [first]
+    if not first.interrupted:
         progress.print_line("one machine:")
         alone = (Contestant(ALONE_DIR, create(BASELINE)),)
         alone_dir, iterations = run_dir / ALONE_DIR, settings["iterations"]
-        outcomes.append(
-            rehearse(
-                alone,
-                place.one_machine,
-                alone_dir,
-                resume=(alone_dir / "run.json").exists(),
-                iterations=iterations and iterations * place.machines,
-            )
+        second, known = rehearse(
+            alone,
+            place.one_machine,
+            alone_dir,
+            resume=(alone_dir / "run.json").exists(),
+            iterations=iterations and iterations * place.machines,
         )
-        curves[ALONE] = outcomes[1].curves.get(ALONE_DIR, [])
+        outcomes.append(second)
+        curves[ALONE] = known.get(ALONE_DIR, [])
     complete = len(settings["seeds"])
     curves = {label: known for label, known in curves.items() if len(known) == complete}
-    target = target_loss(load(run_dir)) if outcomes[0].report else None
+    target = target_loss(load(run_dir)) if first.report else None
     raised: tuple[str, ...] = ()
     if target is not None and settings.get("target_loss") is None:
         target, raised = target_at_equal_times(target, curves)

@@ -2,39 +2,39 @@
 
 from __future__ import annotations
 
-import time
+import json
+import os
+import pickle
+import signal
+import tempfile
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, field, fields, replace
-from functools import partial
-from math import nan
-from multiprocessing import get_context
-from multiprocessing.connection import Connection
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
-from threading import Thread, get_native_id
-from typing import Any, Self
+from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from offbeat.core.buckets.random_states import preserve_random_states
+import offbeat
+from offbeat.core.buckets.random_states import preserve_random_states, seed_all
 from offbeat.core.profile import Profile
 from offbeat.core.profile.elsewhere import extrapolate
-from offbeat.core.runtime.training_job import Watch
 from offbeat.core.sim import Prediction
+from offbeat.core.start.launch_request import SCHEMA, VARIABLE
 from offbeat.core.strategy.interface import Planned, Strategy, require_count
 from offbeat.core.strategy.parsing import parse
 from offbeat.core.words import loss_text
 from offbeat.experiments.report.headline import REHEARSED
-from offbeat.rehearsal.clock import simulate_run
-from offbeat.rehearsal.job import Run, train_replicas
-from offbeat.rehearsal.replica import Replica
+from offbeat.lab import NoLab
+from offbeat.rehearsal.observer import INPUTS, RehearsalObserver, record_rehearsal
+from offbeat.rehearsal.ranks import WAIT_S, ForkedRanks, cluster_of, environments_of
+from offbeat.rehearsal.simulated import Run, simulate_run
 
 SMOOTH = 10  # iterations of which a loss is the mean
-IDLE_S = 10.0  # longest wait for other threads before a fork
-START_S, STARTS = 20.0, 3  # seconds within which forked processes must compute; attempts
 
 Progress = Callable[[str, int], None]
 """Called with a strategy and its number of finished iterations."""
@@ -55,7 +55,7 @@ class RehearsedCurve:
         input_elements: elements of the input tensors of one rank per iteration, mean over replicas
             and iterations.
         prediction: predicted steady state of the last plan.
-        run: logs of all replicas, and plans.
+        run: records of all ranks, their losses, and the plan.
     """
 
     strategy: str
@@ -113,24 +113,6 @@ class RehearsedCurve:
         stops = range(smooth, len(self.losses) + 1)
         return [fmean(self.losses[stop - smooth : stop]) for stop in stops]
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the curve as JSON types, without prediction and run."""
-        names = (f.name for f in fields(self) if f.name not in ("prediction", "run"))
-        return {name: getattr(self, name) for name in names}
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> RehearsedCurve:
-        """Return the curve of a result of `to_dict`.
-
-        Args:
-            data: curve as JSON types.
-        """
-        pairs = ("held_out", "decisions")
-        listed = {name: tuple(map(tuple, data[name])) for name in pairs}
-        votes = {name: tuple(outcomes) for name, outcomes in data["votes"].items()}
-        series = {name: tuple(data[name]) for name in ("losses", "ends_s")}
-        return cls(**{**data, **listed, **series, "votes": votes})
-
     def __str__(self) -> str:
         return (
             f"{self.strategy} on {self.ranks} ranks: loss {loss_text(self.losses[-1])} after "
@@ -153,18 +135,18 @@ def rehearse(
     evaluate_every: int = 10,
     jitter: float | None = None,
     seed: int = 0,
-    processes: int = 1,
     progress: Progress | None = None,
 ) -> dict[str, RehearsedCurve]:
-    """Train all replicas of a job in this process, and return losses against simulated time.
+    """Train all replicas of a job on this machine, and return losses against simulated time.
 
-    The replicas run the sessions of a real job, one replica after the other, and exchange messages
-    in memory. So losses, votes and weights are those of a job with one process per rank. The time
-    is that of the simulator, for the plans and votes of the rehearsal.
+    Each replica is a fork of this process and a rank of a real job on the loopback. So losses,
+    votes and weights are those of a job. The time is that of the simulator, for the plan and the
+    votes of the rehearsal.
 
     Args:
         make_model: returns a new model. Called once per replica; all replicas start with the
-            weights of replica 0.
+            weights of replica 0. This and the other functions run in the forks, so what they change
+            stays there.
         make_optimizer: returns the optimizer of a model, or (optimizer, learning-rate scheduler);
             the scheduler steps after every iteration.
         batches: returns the batches of a replica, given its number. After its last batch a replica
@@ -182,8 +164,6 @@ def rehearse(
         jitter: relative standard deviation of compute times; None for that of the profile.
         seed: replica k starts with the random streams (Python, NumPy, torch) of seed `seed + k`.
             The jitter has the seed `seed`.
-        processes: number of processes that rehearse strategies at the same time. Each of them
-            computes in one thread.
         progress: called with a strategy and its number of finished iterations.
 
     Returns:
@@ -192,19 +172,26 @@ def rehearse(
     Raises:
         ValueError: an argument is invalid, the profile does not match the model, or a strategy has
             no plan or cannot train the model.
-        RuntimeError: one of several processes does not start to compute, or ends without a result.
+        RuntimeError: a replica was killed, or this process uses a GPU or a process group already.
+
+    An error of a function of the caller is raised with a note that names the replica.
 
     The random streams of the caller stay as they are.
     """
     for name, value in (("iterations", iterations), ("evaluate_every", evaluate_every)):
         require_count(name, value)
-    require_count("processes", processes)
     several = [strategies] if isinstance(strategies, (Strategy, str)) else list(strategies)
     chosen = [parse(one) if isinstance(one, str) else one for one in several]
     if not chosen:
         raise ValueError("strategies ([]) must name at least one strategy, such as 'dreamddp'")
-    there = extrapolate(profile, hosts=ranks, jitter=jitter)
-    script = _FunctionScript(
+    there = replace(extrapolate(profile, hosts=ranks, jitter=jitter), pace=0.0)
+    for strategy in chosen:
+        require_plan(strategy)
+    require_whole_replicas(there)
+    if torch.cuda.is_initialized() or dist.is_initialized():
+        what = "the GPU" if torch.cuda.is_initialized() else "a process group"
+        raise RuntimeError(f"a process that uses {what} cannot be forked; rehearse in another one")
+    training = _Training(
         make_model,
         make_optimizer,
         batches,
@@ -213,11 +200,7 @@ def rehearse(
         evaluate,
         evaluate_every,
     )
-    for strategy in chosen:
-        require_plan(strategy)
-    require_whole_replicas(there)
-    rehearse_one = partial(_rehearse_one, script=script, profile=there, seed=seed)
-    curves = run_all(rehearse_one, chosen, min(processes, len(chosen)), progress)
+    curves = [_rehearse_one(one, training, there, seed, progress) for one in chosen]
     return {curve.strategy: curve for curve in curves}
 
 
@@ -252,14 +235,14 @@ def require_whole_replicas(profile: Profile) -> None:
     """Raise ValueError if ranks share a replica in a way that a rehearsal does not have."""
     if profile.sharded:
         raise ValueError(
-            "profile (sharded) must be of whole replicas, because FSDP divides a model between "
-            "processes, and all ranks of a rehearsal are in one process; rehearse the profile of "
-            "one rank per replica, with the batch of a node on each rank"
+            "profile (sharded) must be of whole replicas in a rehearsal, on whose one machine "
+            "`fully_shard` saves no memory; rehearse the profile of one rank per replica, with the "
+            "batch of a node on each rank"
         )
 
 
 @dataclass(frozen=True)
-class _FunctionScript:
+class _Training:
     """Training loop of the caller's functions."""
 
     make_model: Callable[[], nn.Module]
@@ -271,28 +254,31 @@ class _FunctionScript:
     evaluate_every: int
 
     def run(
-        self, replica: Replica, held_out: list[tuple[int, float]], report: Callable[[int], None]
-    ) -> None:
-        """Train one replica. Replica 0 appends to `held_out` and reports its progress."""
+        self, rank: int, strategy: Strategy, profile: Profile, report: Callable[[int], None]
+    ) -> tuple[list[float], list[tuple[int, float]]]:
+        """Train one replica, and return its losses and on rank 0 the results of `evaluate`."""
         module = self.make_model()
         made = self.make_optimizer(module)
         own, scheduler = made if isinstance(made, tuple) else (made, None)
-        watch = Watch(compare_every=0, on_nonfinite="raise")
-        model, optimizer = replica.prepare(module, own, None, watch)
-        batches = self._repeat(replica.rank)
+        how: dict[str, Any] = {"profile": profile, "compare_every": 0}
+        model, optimizer = offbeat.prepare(module, own, strategy, **how)
+        batches, losses, held_out = self._repeat(rank), list[Tensor](), list[tuple[int, float]]()
         for iteration in range(self.iterations):
             optimizer.zero_grad()
-            self.loss(model, next(batches)).backward()
+            loss = self.loss(model, next(batches))
+            losses.append(loss.detach())
+            loss.backward()
             optimizer.step()
             if scheduler is not None:
                 scheduler.step()
             if self.evaluate is not None and (iteration + 1) % self.evaluate_every == 0:
-                average = replica.average_model()
-                if average is not None:
+                average = _average_model(model.module)
+                if rank == 0:
                     with preserve_random_states(), torch.no_grad():
                         held_out.append((iteration, float(self.evaluate(average))))
-            if replica.rank == 0:
-                report(iteration + 1)
+            report(iteration + 1)
+        model.close()
+        return [float(one) for one in losses], held_out
 
     def _repeat(self, rank: int) -> Iterator[Any]:
         while True:
@@ -303,201 +289,108 @@ class _FunctionScript:
                 raise ValueError(f"batches({rank}) (empty) must return at least one batch")
 
 
+def _average_model(module: nn.Module) -> nn.Module:
+    """Return on rank 0 a copy with the average of all replicas; every rank must call it."""
+    copy, plan = deepcopy(module).eval(), RehearsalObserver.last.plan
+    source = None if plan is None else plan.source
+    with torch.no_grad():
+        for place in (*copy.parameters(), *copy.buffers()):
+            given = place.cpu()
+            if source is not None:
+                dist.broadcast(given, source)
+            elif given.is_floating_point():
+                dist.reduce(given, 0)
+                given /= dist.get_world_size()
+            place.copy_(given)
+    return copy
+
+
 def _rehearse_one(
     strategy: Strategy,
-    report: Callable[[int], None],
-    *,
-    script: _FunctionScript,
+    training: _Training,
     profile: Profile,
     seed: int,
+    progress: Progress | None,
 ) -> RehearsedCurve:
-    held_out: list[tuple[int, float]] = []
-    run = train_replicas(
-        lambda replica: script.run(replica, held_out, report),
-        strategy,
-        profile,
-        seed=seed,
-    )
-    return curve_of(strategy, run, profile, seed=seed, held_out=held_out)
+    results: dict[int, Any] = {}
+    lab = NoLab(cluster_of(profile))
+    with tempfile.TemporaryDirectory(prefix="offbeat-rehearsal-") as folder, ForkedRanks() as ranks:
+        job = {"schema": SCHEMA, "record_dir": folder, "rehearsed": True, "timeout_s": WAIT_S}
+        path = Path(folder, "job.json")
+        path.write_text(json.dumps(job))
+        environments = environments_of(lab)
+        ranks.fork(len(environments))
+        if ranks.rank is not None:
+            own = {VARIABLE: str(path), "OFFBEAT_LOG": "off", **environments[ranks.rank]}
+            _live(ranks, own, training, strategy, profile, seed)
+        for rank, (kind, value) in ranks.messages():
+            if kind == "error":
+                raise value
+            if kind == "result":
+                results[rank] = value
+            elif progress is not None:
+                progress(str(strategy), value)
+            if len(results) == len(environments):
+                break
+        run = simulate_run(Path(folder), strategy, profile, seed=seed)
+    losses = tuple(tuple(results[rank][0]) for rank in range(len(results)))
+    return curve_of(replace(run, losses=losses), strategy, results[0][1])
+
+
+def _live(
+    ranks: ForkedRanks,
+    environment: Mapping[str, str],
+    training: _Training,
+    strategy: Strategy,
+    profile: Profile,
+    seed: int,
+) -> NoReturn:
+    """Train the replica of this rank, send its result, and wait for the end of the others."""
+    rank, sender = int(environment["RANK"]), ranks.sender
+    try:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller's process ends all ranks
+        for name in [name for name in os.environ if name.startswith("OFFBEAT_")]:
+            del os.environ[name]
+        os.environ.update(environment)
+        torch.set_num_threads(1)  # threads of OpenMP do not survive a fork
+        record_rehearsal()
+        seed_all(seed + rank, [torch.device("cpu")])
+
+        def report(done: int) -> None:
+            if rank == 0:
+                sender.send(("done", done))
+
+        sender.send(("result", training.run(rank, strategy, profile, report)))
+    except BaseException as error:
+        sender.send(("error", _sendable(error, rank, strategy)))
+    while True:
+        signal.pause()  # rank 0 has the store that others still read
+
+
+def _sendable(error: BaseException, rank: int, strategy: Strategy) -> BaseException:
+    """Return an error with a note that names its rank, or its text if it cannot be pickled."""
+    text = f"rank {rank} of the rehearsal of {strategy}"
+    error.add_note(f"in {text}:\n{''.join(traceback.format_tb(error.__traceback__))}")
+    try:
+        return pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__} in {text}: {error}")
 
 
 def curve_of(
-    strategy: Strategy,
-    run: Run,
-    profile: Profile,
-    *,
-    seed: int,
-    held_out: Sequence[tuple[int, float]] = (),
+    run: Run, strategy: Strategy, held_out: Sequence[tuple[int, float]] = ()
 ) -> RehearsedCurve:
-    """Return the curve of a rehearsed run, with its times on the cluster of a profile."""
-    clock, log = simulate_run(run, strategy, profile, seed=seed), run.logs[0]
-    columns = zip(*(one.losses for one in run.logs), strict=False)
-    votes = log.votes.get("by_vote", {})
+    """Return the curve of a rehearsed run."""
+    inputs = [rank.trace.notes[INPUTS] for rank in run.ranks]
     return RehearsedCurve(
         str(strategy),
-        profile.ranks,
-        tuple(fmean(nan if x is None else x for x in column) for column in columns),
-        clock.ends_s,
+        len(run.ranks),
+        tuple(map(fmean, zip(*run.losses, strict=True))),
+        run.ends_s,
         tuple(held_out),
-        {name: tuple(map(bool, column["yes"])) for name, column in votes.items()},
-        tuple(log.decisions),
-        fmean(one.input_elements for one in run.logs) / len(log.losses),
-        clock.prediction,
+        {name: tuple(outcomes) for name, outcomes in run.votes.items()},
+        run.ranks[0].decisions,
+        fmean(inputs) / len(run.losses[0]),
+        run.prediction,
         run,
     )
-
-
-# ---- processes ------------------------------------------------------------------------------
-
-_inherited: Any = None  # work of a forked process: functions of the caller cannot be pickled
-
-
-def run_all(
-    work: Callable[[Strategy, Callable[[int], None]], RehearsedCurve],
-    strategies: Sequence[Strategy],
-    processes: int,
-    progress: Progress | None,
-) -> list[RehearsedCurve]:
-    """Rehearse strategies, several at the same time in processes of their own.
-
-    Args:
-        work: function of (strategy, report of its iterations).
-        strategies: strategies to rehearse.
-        processes: number of processes, at most that of strategies; 1: this process.
-        progress: called with a strategy and its number of finished iterations.
-
-    Raises:
-        RuntimeError: a process does not start to compute, or ends without a result.
-    """
-    report = progress or (lambda *_: None)
-    if processes == 1:
-        return [work(strategy, partial(report, str(strategy))) for strategy in strategies]
-    if torch.cuda.is_initialized():
-        raise ValueError(
-            f"processes ({processes}) must be 1 where this process uses a GPU, which a forked "
-            "process cannot use; call rehearse before the first use of the GPU"
-        )
-    names = [str(strategy) for strategy in strategies]
-    pool, receiver, sender = _start_processes(work, strategies, processes)
-    curves = pool.map(_run_inherited, range(len(strategies)))
-    try:
-        with _Listener(receiver, sender, lambda number, done: report(names[number], done)), pool:
-            return list(curves)
-    except BrokenProcessPool as error:
-        raise RuntimeError(
-            f"processes ({processes}): one of them has ended without a result, as when memory is "
-            "exhausted; use processes=1"
-        ) from error
-
-
-def _start_processes(
-    work: Callable[..., RehearsedCurve], strategies: Sequence[Strategy], processes: int
-) -> tuple[ProcessPoolExecutor, Connection, Connection]:
-    """Return processes that compute, and both ends of the pipe of their reports.
-
-    A fork copies locks in their state, but not the threads that would release them. Threads of an
-    earlier rehearsal end after their `join`, and hold locks of MKL while they free their memory. A
-    process that was forked at that moment never ends a product of matrices. So processes are forked
-    when no thread runs, and forked again if they do not compute.
-
-    Raises:
-        RuntimeError: a process has not computed in any attempt.
-    """
-    context = get_context("fork")
-    for _ in range(STARTS):
-        receiver, sender = context.Pipe(duplex=False)
-        pool = ProcessPoolExecutor(processes, context, _start_process, (work, strategies, sender))
-        _await_idle_threads()
-        pool.submit(int)  # forks all processes
-        forked, until_s = [*pool._processes.values()], time.monotonic() + START_S
-        started = 0
-        while started < processes and receiver.poll(max(0.0, until_s - time.monotonic())):
-            receiver.recv()
-            started += 1
-        if started == processes:
-            return pool, receiver, sender
-        for process in forked:
-            process.kill()
-        pool.shutdown()
-    raise RuntimeError(
-        f"processes ({processes}): one of them has not computed within {START_S:g} s in {STARTS} "
-        "attempts, as if a thread of this process held a lock during the fork; use processes=1, or "
-        "call rehearse in a process without other threads"
-    )
-
-
-def _await_idle_threads() -> None:
-    """Wait until all other threads of this process sleep, for at most `IDLE_S` seconds."""
-    until_s, own = time.monotonic() + IDLE_S, str(get_native_id())
-    while time.monotonic() < until_s and any(
-        _is_running(task) for task in Path("/proc/self/task").glob("*") if task.name != own
-    ):
-        time.sleep(0.002)
-
-
-def _is_running(task: Path) -> bool:
-    """Return whether a thread of this process neither sleeps nor has ended."""
-    try:
-        state = (task / "stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return False
-    return state in "RD"
-
-
-def _start_process(*inherited: Any) -> None:
-    """Keep the work in a forked process, and report as soon as a new thread of it computes."""
-    global _inherited
-    _inherited = inherited
-    torch.set_num_threads(1)  # threads of OpenMP do not survive a fork
-    thread = Thread(target=_compute)
-    thread.start()
-    thread.join()
-    inherited[-1].send(None)
-
-
-def _compute() -> None:
-    """Compute as a replica does, with matrices for which MKL allocates memory."""
-    x = torch.ones(400, 400, requires_grad=True)
-    (x @ x).sum().backward()
-
-
-def _run_inherited(index: int) -> RehearsedCurve:
-    work, strategies, reports = _inherited
-    curve = work(strategies[index], lambda done: reports.send((index, done)))
-    return replace(curve, prediction=None)  # a prediction holds functions
-
-
-class _Listener:
-    """Thread that passes on the reports of forked processes while the body runs.
-
-    The ends of the pipe have no lock, which a killed process would keep: the system writes so few
-    bytes at once. The pipe is read until the body ends, because a full one would stop processes. An
-    error of `report` is raised at the end.
-    """
-
-    def __init__(
-        self, receiver: Connection, sender: Connection, report: Callable[[int, int], None]
-    ) -> None:
-        self._receiver, self._sender, self._report = receiver, sender, report
-        self._thread = Thread(target=self._listen, name="offbeat-rehearsal-progress", daemon=True)
-        self._error: BaseException | None = None
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        self._sender.send(None)
-        self._thread.join()
-        self._sender.close()
-        self._receiver.close()
-        if kind is None and self._error is not None:
-            raise self._error
-
-    def _listen(self) -> None:
-        while (one := self._receiver.recv()) is not None:
-            if self._error is None:
-                try:
-                    self._report(*one)
-                except BaseException as error:
-                    self._error = error

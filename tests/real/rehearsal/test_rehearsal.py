@@ -15,6 +15,7 @@ from oracle.quadratic import Quadratic, interpreted, model_of
 
 import offbeat
 from offbeat import Profile
+from offbeat.core.buckets.random_states import preserve_random_states, seed_all
 from offbeat.sim import predict, simulate
 
 # Each kind of step between messages: gradients at once, in halves, in windows and handed on;
@@ -44,9 +45,8 @@ PREDICTED = [
 @pytest.mark.parametrize("name", INTERPRETED)
 def test_equals_the_interpreter(name):
     curve, seen = rehearse_quadratic(name)
-    [course] = curve.run.courses
-    assert all(sum(log.sent_bytes.values()) for log in curve.run.logs)
-    expected = interpreted(course.plan, Quadratic(SIZES, K, T))
+    assert all(sum(rank.sent_bytes.values()) for rank in curve.run.ranks)
+    expected = interpreted(curve.run.plan, Quadratic(SIZES, K, T))
     np.testing.assert_allclose(np.array(seen), np.array(expected), rtol=0, atol=1e-12)
 
 
@@ -81,7 +81,7 @@ def test_equals_real_processes_with_the_same_seeds():
         for rank, model in enumerate(models):
             losses, tensors = real[rank][name]
             np.testing.assert_allclose(
-                curve.run.logs[rank].losses, losses, rtol=0, atol=1e-12, err_msg=name
+                curve.run.losses[rank], losses, rtol=0, atol=1e-12, err_msg=name
             )
             names = [n for n, t in model.state_dict().items() for _ in range(t.numel())]
             # torch's DDP copies the statistics of rank 0 at the next forward, a plan at the end.
@@ -97,7 +97,7 @@ def test_clock_is_the_simulators(name):
     profile = Profile.from_dict({**profile.to_dict(), "jitter": 0.1})
     strategy = parse(name)
     votes = {vote: list(outcomes) for vote, outcomes in curve.votes.items()}
-    ran = curve.run.courses[0].plan
+    ran = curve.run.plan
     trace = simulate(ran, profile, iterations=T, votes=votes)
     np.testing.assert_allclose(np.diff(curve.ends_s, prepend=0), trace.iteration_seconds())
     assert curve.prediction is not None
@@ -122,7 +122,7 @@ def test_the_last_period_takes_the_predicted_time(name):
     last = count - plan.prologue if votes else plan.period
     # Where sends share links, a prediction of no given length varies the times of messages.
     length = count if coupled_links(plan, profile) else None
-    ran = curve.run.courses[0].plan
+    ran = curve.run.plan
     expected = predict(strategy, profile, votes=votes or None, iterations=length, ran=ran)
     seconds = np.diff(curve.ends_s, prepend=0.0)[-last:].mean()
     assert seconds == pytest.approx(expected.iteration_s, rel=1e-9)
@@ -131,7 +131,7 @@ def test_the_last_period_takes_the_predicted_time(name):
 def test_votes_are_those_of_the_interpreter():
     curve, _ = rehearse_quadratic("selsync:delta=.2")
     task = Quadratic(SIZES, K, T)
-    interpreter = Interpreter(curve.run.courses[0].plan, model_of(task), K)
+    interpreter = Interpreter(curve.run.plan, model_of(task), K)
     interpreter.run(T)
     decided = {(name, i): yes for name, all_ in curve.votes.items() for i, yes in enumerate(all_)}
     assert decided == interpreter.decisions
@@ -156,21 +156,21 @@ def test_random_streams_of_the_caller_stay():
 
 
 def test_forked_processes_equal_this_one():
-    found = []
-    for processes in (1, 2):
-        curves = offbeat.rehearse(
-            rehearsed.make_model,
-            rehearsed.make_optimizer,
-            rehearsed.batches,
-            ["bsp", "local-sgd:period=2"],
-            rehearsed.profile_of(2),
-            iterations=3,
-            processes=processes,
-        )
-        found.append({label: [*curve.losses] for label, curve in curves.items()})
-    here, forked = found
-    for label, losses in here.items():
-        np.testing.assert_allclose(forked[label], losses, rtol=0, atol=1e-12)
+    """One replica, which a plain loop of this process trains likewise."""
+    for name in ("bsp", "local-sgd:period=2"):
+        _, curve = rehearsed.rehearse(name, ranks=1, seed=5)
+        with preserve_random_states():
+            seed_all(5, [torch.device("cpu")])
+            model = rehearsed.make_model(name)
+            optimizer = rehearsed.make_optimizer(model)
+            losses = []
+            for batch in rehearsed.batches(0):
+                optimizer.zero_grad()
+                loss = model(*batch)
+                loss.backward()
+                optimizer.step()
+                losses.append(loss.item())
+        np.testing.assert_allclose(curve.losses, losses, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", ["a2cid2", "ssp"])
@@ -179,13 +179,14 @@ def test_a_strategy_without_a_plan_is_refused(name):
         rehearsed.rehearse(name)
 
 
-def test_held_out_losses_are_of_the_average_of_all_replicas():
+def test_held_out_losses_are_of_the_average_of_all_replicas(tmp_path):
     """Replicas that never average: the average is taken without changing them. What `evaluate`
     draws is not missing in training."""
     seen: list[torch.Tensor] = []
 
     def evaluate(model: torch.nn.Module) -> float:
         seen.append(rehearsed.flat(model))
+        torch.save(seen, tmp_path / "seen.pt")
         return torch.rand(1).item() + len(seen)
 
     name = "local-sgd:period=100"
@@ -197,6 +198,7 @@ def test_held_out_losses_are_of_the_average_of_all_replicas():
     models, curve = rehearsed.rehearse(
         name, ranks=3, iterations=6, evaluate=evaluate, evaluate_every=6
     )
+    seen = torch.load(tmp_path / "seen.pt")
     replicas = torch.stack([rehearsed.flat(model) for model in models[:3]])
     assert (replicas[0] - replicas[1]).abs().max() > 1e-3
     numbers = [t.dtype.is_floating_point for t in models[0].state_dict().values()]
@@ -204,8 +206,7 @@ def test_held_out_losses_are_of_the_average_of_all_replicas():
     torch.testing.assert_close(seen[-1], replicas.mean(dim=0), rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-def test_progress_counts_the_iterations_of_each_strategy(processes):
+def test_progress_counts_the_iterations_of_each_strategy():
     counted: dict[str, list[int]] = {}
     offbeat.rehearse(
         rehearsed.make_model,
@@ -214,7 +215,6 @@ def test_progress_counts_the_iterations_of_each_strategy(processes):
         ["bsp", "local-sgd:period=2"],
         rehearsed.profile_of(2),
         iterations=3,
-        processes=processes,
         progress=lambda strategy, count: counted.setdefault(strategy, []).append(count),
     )
     assert counted == {"bsp": [1, 2, 3], "local-sgd(period=2)": [1, 2, 3]}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-from contextvars import copy_context
 from dataclasses import replace
 from math import inf
 from pathlib import Path
@@ -33,7 +32,6 @@ from offbeat import (
     PartialSync,
     Profile,
 )
-from offbeat.core.runtime.prepare import REHEARSAL
 from offbeat.core.start.launch_request import LaunchRequest
 from offbeat.core.start.strategy_choice import NamedStrategy, choose_strategy
 
@@ -94,17 +92,6 @@ def test_refused_before_anything_is_opened() -> None:
             offbeat.prepare(*build(), BSP(), **options)
         assert named in str(caught.value)
     assert not torch.distributed.is_initialized()
-
-
-def test_refused_in_a_rehearsal() -> None:
-    def prepare(options: dict[str, Any]) -> None:
-        REHEARSAL.set(lambda *_, **__: pytest.fail("rehearsed"))
-        offbeat.prepare(*mlp(), BSP(), **options)
-
-    members = offbeat.Members("127.0.0.1:1")  # ranks of a rehearsal do not change
-    for options in ({"compare_every": -1}, {"on_nonfinite": "stop"}, {"members": members}):
-        with pytest.raises(ValueError, match=rf"{next(iter(options))} \("):
-            copy_context().run(prepare, options)
 
 
 CASE_BYTES = sum(bucket.size_bytes for bucket in profile_of(CASE, 1).buckets)

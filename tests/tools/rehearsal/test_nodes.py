@@ -20,15 +20,13 @@ from cases.node_jobs import (
     members,
     profile_in,
 )
+from cases.rehearsed import loaded, returning
 from torch import nn
 
 import offbeat
 from offbeat import DreamDDP, Strategy
-from offbeat.core.runtime.training_job import Watch
 from offbeat.core.strategy.parsing import parse
 from offbeat.experiments.advice.place import Place
-from offbeat.rehearsal.job import train_replicas
-from offbeat.rehearsal.replica import Replica
 from offbeat.sim import predict, simulate
 from offbeat.strategies.ddp import with_replica_per_rank
 
@@ -52,15 +50,15 @@ def rehearse(
         "iterations": len(T),
         "loss": lambda model, one: loss_of(model, *one),
     }
-    found = offbeat.rehearse(
-        make_model,
-        make_optimizer,
-        lambda rank: [batch(ADAM, rank, t) for t in T],
-        strategy,
-        **{**settings, **more},
+    own_batches = returning(
+        lambda rank: [batch(ADAM, rank, t) for t in T], lambda: models[-1].state_dict()
     )
-    [curve] = found.values()
-    return models, curve
+    with own_batches as (batches, states):
+        found = offbeat.rehearse(
+            make_model, make_optimizer, batches, strategy, **{**settings, **more}
+        )
+        [curve] = found.values()
+        return [loaded(lambda: build_model(ADAM), state) for state in states()], curve
 
 
 # Numbers of ranks are the weights of an average: of gradients, in windows, of sets, at a vote, with
@@ -81,7 +79,7 @@ def test_equals_the_equations(name, nodes):
     models, curve = rehearse(strategy, nodes)
     world = members(ADAM, nodes)
     assert len(models) == len(world) == curve.ranks
-    equations(world, curve.run.courses[-1].plan, nodes)
+    equations(world, curve.run.plan, nodes)
     for model, replica in zip(models, world, strict=True):
         expected = dict(replica.model.named_parameters())
         for key, tensor in model.named_parameters():
@@ -112,13 +110,14 @@ def test_clock_is_the_simulators(name):
     strategy = parse(name)
     profile = replace(profile_in(ADAM, PAIRS), jitter=0.1)
     _, curve = rehearse(name, PAIRS, profile=profile)
-    [course] = curve.run.courses
     there = with_replica_per_rank(profile) if name == "ddp" else profile
-    trace = simulate(course.plan, there, iterations=len(T))
+    trace = simulate(curve.run.plan, there, iterations=len(T))
     ends_s = [max(ends) for ends in zip(*trace.ends_s, strict=True)]
     np.testing.assert_allclose(curve.ends_s, ends_s, rtol=1e-12)
     assert curve.prediction is not None
-    assert curve.prediction.iteration_s == predict(strategy, profile, ran=course.plan).iteration_s
+    assert (
+        curve.prediction.iteration_s == predict(strategy, profile, ran=curve.run.plan).iteration_s
+    )
 
 
 def test_one_node_trains_by_the_mean_gradient_of_its_ranks():
@@ -147,26 +146,3 @@ def test_what_is_refused():
         with pytest.raises(ValueError) as raised:
             rehearse(name, PAIRS, **more)
         assert words in " ".join(str(raised.value).split())
-
-
-def test_nodes_of_a_script():
-    """A script may state the nodes that the profile has, and no others."""
-
-    def train(nodes: Any) -> None:
-        def life(replica: Replica) -> None:
-            module = build_model(ADAM)
-            watch = Watch(compare_every=2, on_nonfinite="raise")
-            own = build_optimizer(ADAM, module)
-            model, optimizer = replica.prepare(module, own, None, watch, nodes=nodes, mesh=None)
-            for t in range(3):
-                optimizer.zero_grad()
-                loss_of(model, *batch(ADAM, replica.rank, t)).backward()
-                optimizer.step()
-
-        profile = profile_in(ADAM, PAIRS)
-        train_replicas(life, parse("local-sgd:period=3"), profile, seed=0)
-
-    for nodes in (None, "auto", 2, [[0, 1], [2, 3]]):
-        train(nodes)
-    with pytest.raises(ValueError, match=r"nodes \(4\) must be that of the rehearsal"):
-        train(4)

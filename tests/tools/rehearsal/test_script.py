@@ -14,6 +14,7 @@ import pytest
 from cases import rehearsed
 
 from offbeat.cli import main
+from offbeat.experiments.record.run_directory import load_repetition
 
 HELPER = """
 import os
@@ -71,6 +72,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def losses_in(repetition: Path) -> np.ndarray:
+    """The losses of a repetition, mean over the ranks."""
+    records = load_repetition(repetition, 0).ranks
+    return np.mean([[loss for _, _, loss in record.losses] for record in records], axis=0)
+
+
 def command(folder: Path, out: str, strategies: str, *more: str, resume: bool = False) -> list[str]:
     where = ["--resume" if resume else "--out", str(folder / out)]
     options = ["--profile", str(folder / "profile.json"), "--ranks", "3", *where]
@@ -86,10 +93,12 @@ def test_a_script_as_it_is(folder, monkeypatch):
     repetition = folder / "run" / "dreamddp-period=3" / "rep0"
 
     _, expected = rehearsed.rehearse("dreamddp:period=3", more_ranks=3, seed=5, jitter=0.1)
-    curve = json.loads((repetition / "curve.json").read_text())
-    np.testing.assert_allclose(curve["losses"], expected.losses, rtol=0, atol=1e-12)
-    assert len(curve["ends_s"]) == rehearsed.ITERATIONS
-    assert curve["input_elements"] == rehearsed.ROWS * 5 + rehearsed.ROWS  # x and y
+    records = load_repetition(repetition, 0).ranks
+    np.testing.assert_allclose(losses_in(repetition), expected.losses, rtol=1e-8)
+    ends_s = np.max([record.trace.ends_s[0] for record in records], axis=0)
+    np.testing.assert_allclose(ends_s, expected.ends_s, atol=1e-6)
+    inputs = rehearsed.ITERATIONS * (rehearsed.ROWS * 5 + rehearsed.ROWS)  # x and y
+    assert [record.trace.notes["input_elements"] for record in records] == [inputs] * 3
 
     logs = [(repetition / f"rank{r}.log").read_text() for r in range(3)]
     for rank, log in enumerate(logs):
@@ -97,20 +106,19 @@ def test_a_script_as_it_is(folder, monkeypatch):
         assert lines[-2:] == ["equal True", "own True [10, 1, 2]"]
         assert lines[0].startswith(f"rank {rank} iteration 0 mean ")
     assert len({log.partition("mean ")[2].split()[0] for log in logs}) == 1
-    assert not (folder / "checkpoints").exists()
+    assert (folder / "checkpoints").exists()
     assert (folder / "run" / "report.html").exists()
-    record = json.loads((repetition / "rank2.jsonl").read_text())
-    assert record["metrics"]["rank"] == [[i, 2.0] for i in range(rehearsed.ITERATIONS)]
+    reported = [[i, value] for i, _, value in records[2].metrics["rank"]]
+    assert reported == [[i, 2.0] for i in range(rehearsed.ITERATIONS)]
 
-    written = (repetition / "curve.json").stat().st_mtime_ns
+    written = (repetition / "rank0.jsonl").stat().st_mtime_ns
     again = command(folder, "run", "dreamddp:period=3", "--jitter", "0.1", resume=True)
     assert main([*again, *script]) == 0
-    assert (repetition / "curve.json").stat().st_mtime_ns == written
+    assert (repetition / "rank0.jsonl").stat().st_mtime_ns == written
     for other in (["--iterations", "3"], ["--device-speed", "2x"]):
         assert main([*again, *other, *script]) == 2
 
 
-@pytest.mark.usefixtures("forked_rehearsals")
 def test_a_script_that_prepares_nothing(folder):
     (folder / "nothing.py").write_text("print('nothing')")
     typed = command(folder, "nothing", "bsp")
@@ -142,9 +150,8 @@ if os.environ["RANK"] == "0":
 """
 
 
-@pytest.mark.usefixtures("forked_rehearsals")
 def test_what_was_interrupted_is_rehearsed_after_what_is_kept(folder, tmp_path, monkeypatch):
-    """Ctrl-C in the second strategy; then both in two processes at once."""
+    """Ctrl-C in the second strategy; then what is missing."""
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     (tmp_path / "helper.py").write_text(HELPER)
     script = [str(tmp_path / "train.py"), "5"]
@@ -162,17 +169,15 @@ def test_what_was_interrupted_is_rehearsed_after_what_is_kept(folder, tmp_path, 
         assert main([*command(folder, "cut", ",".join(names)), *script]) == 130
     finally:
         signal.signal(signal.SIGINT, before)
-    paths = [folder / "cut" / n.replace(":", "-") / "rep0" / "curve.json" for n in names]
-    assert [path.exists() for path in paths] == [True, False]
-    assert not [*(folder / "cut").glob("*/*/problem.txt")]
-    written = paths[0].stat().st_mtime_ns
-    again = command(folder, "cut", ",".join(names), "--processes", "2", resume=True)
+    paths = [folder / "cut" / n.replace(":", "-") / "rep0" for n in names]
+    assert [(path / "problem.txt").exists() for path in paths] == [False, True]
+    written = (paths[0] / "rank0.jsonl").stat().st_mtime_ns
+    again = command(folder, "cut", ",".join(names), resume=True)
     assert main([*again, *script]) == 0
-    assert paths[0].stat().st_mtime_ns == written
+    assert (paths[0] / "rank0.jsonl").stat().st_mtime_ns == written
     for name, path in zip(names, paths, strict=True):
         _, expected = rehearsed.rehearse(name, more_ranks=3, seed=5)
-        losses = json.loads(path.read_text())["losses"]
-        np.testing.assert_allclose(losses, expected.losses, rtol=0, atol=1e-12)
+        np.testing.assert_allclose(losses_in(path), expected.losses, rtol=1e-8)
 
 
 NODES = """
@@ -197,7 +202,6 @@ print(" ".join(place), rehearsed.flat(module)[:6].tolist())
 """
 
 
-@pytest.mark.usefixtures("forked_rehearsals")
 def test_replicas_of_two_ranks(folder, monkeypatch):
     """`--per-node 2`: both ranks of a node print the same weights, and the report has all ranks.
     The shortest loader ends the loops of all ranks."""
@@ -209,8 +213,7 @@ def test_replicas_of_two_ranks(folder, monkeypatch):
     words = [(repetition / f"rank{r}.log").read_text().split(maxsplit=3) for r in range(6)]
     assert [line[:3] for line in words] == [[str(r % 2), "2", str(r // 2)] for r in range(6)]
     assert [words[r][3] for r in (0, 2, 4)] == [words[r][3] for r in (1, 3, 5)]
-    curve = json.loads((repetition / "curve.json").read_text())
-    assert (curve["ranks"], len(curve["losses"])) == (6, 3)
+    assert len(losses_in(repetition)) == 3
     assert json.loads((folder / "nodes" / "run.json").read_text())["cluster"]["ranks"] == 2
 
 
@@ -239,7 +242,6 @@ print(accelerator.process_index, found.tolist(), accelerator.is_main_process, se
 """
 
 
-@pytest.mark.usefixtures("forked_rehearsals")
 def test_accelerate_deals_the_data(folder, monkeypatch):
     """accelerate keeps its rank once per process; each replica has its own."""
     pytest.importorskip("accelerate")

@@ -73,7 +73,8 @@ def find_profile(
         raise ValueError(
             f"the profile does not match: {mismatch}; measure it again with `offbeat profile`"
         )
-    difference = None if mismatch is not None else compare_network(cluster, known)
+    elsewhere = mismatch is not None or job.rehearsed
+    difference = None if elsewhere else compare_network(cluster, known)
     if is_cache and (mismatch or difference):
         return KnownProfile(None, cache, difference and f"{difference}; it is measured again")
     remedy = "plan and predictions do not fit, so measure it again"

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -68,11 +67,6 @@ if TYPE_CHECKING:
 
 OBSERVE = 6
 TIMEOUT_S = 120.0
-REHEARSAL: ContextVar[Callable[..., tuple[Model, Any]] | None] = ContextVar(
-    "rehearsal", default=None
-)
-"""Function that replaces `prepare` in the threads of a rehearsal: of (model, optimizer, strategy,
-`Watch`)."""
 
 
 @torch.inference_mode(mode=False)  # tensors created here are trained later
@@ -165,14 +159,6 @@ def prepare(
     """
     _require_whole_job(process_group, mesh)
     watch = Watch(compare_every, on_nonfinite, broadcast_buffers)
-    rehearse = REHEARSAL.get()
-    if rehearse is not None:
-        if members is not None:
-            raise ValueError(
-                "members (given) must be left out in a rehearsal, whose ranks do not change; "
-                "rehearse the script with members=None, and without MemberSampler"
-            )
-        return rehearse(model, optimizer, strategy, watch, mesh=mesh, nodes=nodes)
     job = current_job()
     if not dist.is_initialized():
         os.environ.update(torchrun_variables(os.environ))

@@ -164,8 +164,7 @@ class Session(ABC):
         """
 
     def _print_difference(self) -> None:
-        """Print on rank 0 that replicas differ at the end of the job, unless the job is a
-        rehearsal, which has no exit hook."""
+        """Print on rank 0 that replicas differ at the end of a job that closes at exit."""
         if self._cluster.leave is not None and self._cluster.control.rank == 0:
             console.print("replicas", REPLICAS_DIFFER, "notice", iteration=self.iteration)
 

@@ -45,6 +45,7 @@ class LaunchRequest:
             minimum if necessary.
         save_strategy: file to which rank 0 writes the script's strategy (see `NamedStrategy`).
         stop_after_strategy: exit on all ranks after that.
+        rehearsed: whether the profile is of another network, whose times are simulated.
     """
 
     strategy: str | None = None
@@ -63,6 +64,7 @@ class LaunchRequest:
     least_buckets: int = 1
     save_strategy: str | None = None
     stop_after_strategy: bool = False
+    rehearsed: bool = False
 
 
 def current_job() -> LaunchRequest:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from contextvars import ContextVar
 from datetime import timedelta
 from typing import Any
 
@@ -58,7 +57,7 @@ class Control(Reports):
     """
 
     _protocol: str | None = None
-    on_wait_end: Callable[[], None] = staticmethod(lambda: None)  # also of rehearsals
+    on_wait_end: Callable[[], None] = staticmethod(lambda: None)
 
     def __init__(
         self,
@@ -275,11 +274,6 @@ class Control(Reports):
             return [key.partition("/")[2] for key in missing_keys(store, keys)]
         except RuntimeError:
             return []
-
-
-OPEN_CONTROL: ContextVar[Callable[[float], Control]] = ContextVar("open_control", default=Control)
-"""Function of a timeout in seconds that opens the control of a loader. The threads of a rehearsal
-replace it."""
 
 
 def new_group(
