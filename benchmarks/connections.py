@@ -77,7 +77,7 @@ def launched(
     with Lab(cluster, "connections") as lab, tempfile.TemporaryDirectory() as folder:
         shrinks = "0" if setting == KEPT else "1"
         argv = [sys.executable, __file__, "--rank", f"{folder}/times.json", shrinks]
-        with LoadSampler(lab.process.pid) as sampler:
+        with LoadSampler() as sampler:
             ended = launch(lab, argv, log_dir=Path(folder, "logs"), timeout_s=400)
         if ended.problem:
             sys.exit(ended.problem)

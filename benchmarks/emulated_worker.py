@@ -17,9 +17,11 @@ import torch.distributed as dist
 from contest import counted
 
 import offbeat
-from offbeat.lab.emulate import EmulatedModel
 from offbeat.profile import Bucket
 from offbeat.strategies import Strategy, create
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
+from emulated_model import EmulatedModel  # pyright: ignore[reportMissingImports]
 
 OBSERVED = 5
 

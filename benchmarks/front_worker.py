@@ -29,8 +29,10 @@ import offbeat
 from offbeat.core.runtime.prepared import Model
 from offbeat.core.strategy.parsing import parse, text_of
 from offbeat.experiments.advice.selection import advise
-from offbeat.lab.emulate import EmulatedModel
 from offbeat.profile import Bucket, Profile
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
+from emulated_model import EmulatedModel  # pyright: ignore[reportMissingImports]
 
 TASKS = {
     "digits": digits_task(800, batch=16),

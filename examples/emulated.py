@@ -16,9 +16,9 @@ import time
 from pathlib import Path
 
 import torch
+from emulated_model import EmulatedModel
 
 import offbeat
-from offbeat.lab.emulate import EmulatedModel
 
 RANK, WORLD_SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 

@@ -8,7 +8,6 @@ from offbeat.jobs.metrics import (
     SECONDS,
     Log,
     Metrics,
-    Prometheus,
     TensorBoard,
     WandB,
 )
@@ -21,7 +20,6 @@ __all__ = [
     "SECONDS",
     "Log",
     "Metrics",
-    "Prometheus",
     "TensorBoard",
     "WandB",
 ]

@@ -47,6 +47,7 @@ def run_here(argv: list[str], *, is_alone: bool = False) -> str:
     for name in LAUNCHER if is_alone else ():
         os.environ.pop(name, None)
     sys.argv = argv
+    sys.path.insert(0, str(EXAMPLES))
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         runpy.run_path(argv[0], run_name="__main__")
     return printed.getvalue()

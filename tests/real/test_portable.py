@@ -9,7 +9,7 @@ PROFILE = Path(__file__).parents[2] / "docs" / "example.json"
 HIDE = """
 import os, signal, socket, sys
 # Other packages look at the system when they are imported.
-import cyclopts, jinja2, networkx, numpy, pydantic, rich.console, subprocess, zoneinfo
+import cyclopts, jinja2, networkx, numpy, psutil, pydantic, rich.console, subprocess, zoneinfo
 
 MODULES = ("torch", "pyroute2", "fcntl", "grp", "pwd", "pty", "resource", "termios", "tty")
 for name in [n for n in sys.modules if n.partition(".")[0] in MODULES]:

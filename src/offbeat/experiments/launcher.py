@@ -184,7 +184,7 @@ class Launcher:
             env["OFFBEAT_LINKS"] = ",".join(setup.links)
         with (
             self.progress.step(step, count) as on_line,
-            LoadSampler(self.lab.process.pid) as sampler,
+            LoadSampler() as sampler,
         ):
             result = (setup.launch or launch)(
                 self.lab,

@@ -5,19 +5,19 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Self
+
+import psutil
 
 EVERY_S = 0.5  # seconds between samples
 COST = 0.01  # largest share of a processor's time for taking samples
 # bounds of an undisturbed sample: largest foreign share, smallest idle share
 FOREIGN, IDLE = 0.1, 0.25
 OFTEN = 0.1  # share of samples in which other programs may take processors
-
-_PROC = Path("/proc")
 
 
 class LoadSample(NamedTuple):
@@ -109,12 +109,14 @@ def _shares(a: LoadSample, b: LoadSample, processors: int) -> tuple[float, float
 class LoadSampler:
     """Sampler of the machine's load, at calls of `sample`, or by a thread in a `with` block.
 
-    This process, the process `root` and all its descendants count as own. Interrupts are not
-    counted, because most of them are packets of the launch.
+    Interrupts are not counted, because most of them are packets of the launch.
+
+    Args:
+        root: process that counts as own, with all its descendants; None: this process.
     """
 
-    def __init__(self, root: int) -> None:
-        self._root = root
+    def __init__(self, root: int | None = None) -> None:
+        self._root = root or os.getpid()
         has_affinity = hasattr(os, "sched_getaffinity")  # not on macOS and Windows
         self._processors = sorted(os.sched_getaffinity(0)) if has_affinity else []
         self._tally = LoadTally(len(self._processors))
@@ -132,75 +134,51 @@ class LoadSampler:
         self._thread.join()
 
     def sample(self) -> None:
-        """Add a sample. Without /proc, or with another format of it, there is none."""
-        with suppress(OSError, ValueError, IndexError):
-            self._tally.add(self._sample())
+        """Add a sample, if the system provides the times."""
+        if self._processors:
+            with suppress(OSError, psutil.Error, IndexError):
+                self._tally.add(self._sample())
 
     def load(self) -> Load | None:
-        """Return the load so far; None if /proc does not provide it."""
+        """Return the load so far; None if the system does not provide it."""
         seconds, now_s = time.monotonic() - self._begin_s, _cpu_pressure_s()
         if self._waited_s is None or now_s is None:
             return self._tally.load()
         return self._tally.load((now_s - self._waited_s) / seconds)
 
     def _run(self) -> None:
-        with suppress(OSError, ValueError, IndexError):  # /proc is missing or has another format
-            rest_s = 0.0
-            while not self._stopped.wait(rest_s):
-                begin_s = time.thread_time()
-                self._tally.add(self._sample())
-                rest_s = max(EVERY_S, (time.thread_time() - begin_s) / COST)
-            self._tally.add(self._sample())
+        rest_s = 0.0
+        while not self._stopped.wait(rest_s):
+            begin_s = time.thread_time()
+            self.sample()
+            rest_s = max(EVERY_S, (time.thread_time() - begin_s) / COST)
+        self.sample()
 
     def _sample(self) -> LoadSample:
-        own_s = _descendants_s({self._root, os.getpid()})
-        return LoadSample(time.monotonic(), *_processors_s(self._processors), own_s)
+        times = psutil.cpu_times(percpu=True)
+        own = [times[number] for number in self._processors]
+        busy_s = sum(t.user + t.nice + t.system + t.steal for t in own)
+        idle_s = sum(t.idle + t.iowait for t in own)
+        return LoadSample(time.monotonic(), busy_s, idle_s, _with_descendants_s(self._root))
 
 
-def _processors_s(numbers: Iterable[int]) -> tuple[float, float]:
-    """Return the (busy, idle) seconds of some processors since the machine started."""
-    names, busy, idle = {f"cpu{n}" for n in numbers}, 0, 0
-    for line in (_PROC / "stat").read_text().splitlines():
-        name, *fields = line.split()
-        if name in names:
-            user, nice, system, idle_ticks, iowait, _, _, steal = map(int, fields[:8])
-            busy += user + nice + system + steal
-            idle += idle_ticks + iowait
-    return busy / _HZ, idle / _HZ
-
-
-def _descendants_s(roots: set[int]) -> float:
-    """Return the processor seconds of processes and their descendants.
+def _with_descendants_s(root: int) -> float:
+    """Return the processor seconds of a process and its descendants.
 
     The time of an ended process is included in that of the parent that has waited for it.
     """
-    parents, ticks = {}, {}
-    for folder in _PROC.iterdir():
-        if folder.name.isdigit():
-            with suppress(OSError):  # the process has ended
-                fields = (folder / "stat").read_text().rpartition(")")[2].split()
-                parents[int(folder.name)] = int(fields[1])
-                ticks[int(folder.name)] = sum(map(int, fields[11:15]))
-    children: dict[int, list[int]] = {}
-    for process, parent in parents.items():
-        children.setdefault(parent, []).append(process)
-    own, queue = set[int](), [*roots]
-    while queue:
-        process = queue.pop()
-        if process not in own:
-            own.add(process)
-            queue += children.get(process, ())
-    return sum(ticks.get(process, 0) for process in own) / _HZ
+    first, seconds = psutil.Process(root), 0.0
+    for process in (first, *first.children(recursive=True)):
+        with suppress(psutil.NoSuchProcess):  # it has ended
+            seconds += sum(process.cpu_times()[:4])  # user and system, also of ended children
+    return seconds
 
 
 def _cpu_pressure_s() -> float | None:
     """Return the seconds in which at least one process has waited for a processor; None without
     PSI."""
     try:
-        some = (_PROC / "pressure" / "cpu").read_text().split("\n", 1)[0]
+        some = Path("/proc/pressure/cpu").read_text().split("\n", 1)[0]
         return int(some.rpartition("total=")[2]) / 1e6
     except (OSError, ValueError):
         return None
-
-
-_HZ = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100  # Windows has no sysconf

@@ -1,4 +1,4 @@
-"""Metrics of a training run, and adapters to TensorBoard, Weights & Biases and Prometheus.
+"""Metrics of a training run, and adapters to TensorBoard and Weights & Biases.
 
     offbeat.prepare(model, optimizer, metrics=TensorBoard(writer))
     offbeat.prepare(model, optimizer, metrics=Metrics(run.log, every=50))
@@ -11,8 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
-from weakref import WeakKeyDictionary
+from typing import Any
 
 from offbeat.core.strategy.interface import require_count
 
@@ -94,35 +93,3 @@ class WandB:
 
     def __call__(self, numbers: Mapping[str, float], iteration: int) -> None:
         self._run.log({self._prefix + name: x for name, x in numbers.items()}, step=iteration)
-
-
-class Prometheus:
-    """Log that sets gauges of prometheus_client: `offbeat_loss`, and by link
-    `offbeat_bytes_per_iteration`.
-
-    Logs with the same registry share the gauges.
-
-    Args:
-        registry: registry of the gauges; by default that of prometheus_client.
-    """
-
-    _by_registry: ClassVar[WeakKeyDictionary[Any, dict[str, Any]]] = WeakKeyDictionary()
-
-    def __init__(self, registry: Any = None):
-        from prometheus_client import REGISTRY
-
-        self._registry = REGISTRY if registry is None else registry
-        self._gauges = self._by_registry.setdefault(self._registry, {})
-
-    def __call__(self, numbers: Mapping[str, float], iteration: int) -> None:
-        for name, number in {**numbers, "iteration": iteration}.items():
-            base, _, link = name.partition("/")
-            gauge = self._gauges.get(base) or self._create_gauge(base, ["link"] if link else [])
-            (gauge.labels(link) if link else gauge).set(number)
-
-    def _create_gauge(self, base: str, labels: list[str]) -> Any:
-        from prometheus_client import Gauge
-
-        gauge = Gauge(f"offbeat_{base}", base.replace("_", " "), labels, registry=self._registry)
-        self._gauges[base] = gauge
-        return gauge

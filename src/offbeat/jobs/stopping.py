@@ -4,7 +4,9 @@ A rank that learns of the signal publishes the number of the iteration in progre
 begin another one before all ranks have done so. The largest number is the last iteration of the
 job. No rank has gone beyond it, and no rank waits for messages of a later iteration.
 
-A thread of its own decides, because torch's C++ code may block the main thread.
+The main thread stops at the end of an iteration. A thread of its own receives the signal, agrees
+with other ranks, and ends a rank that cannot stop, because torch's C++ code may block the main
+thread.
 """
 
 from __future__ import annotations
@@ -33,15 +35,13 @@ STOP_S = 20.0  # longest time from the signal to the end; launchers kill 30 s af
 SECOND_S = 2.0  # an earlier second signal counts as the first one, sent by another launcher
 WATCH_EVERY_S = 0.1  # seconds between two looks at the other ranks after the signal
 LOOK_EVERY_S = 1.0  # seconds between two looks at the store for a signal of another rank
-MOST_LOOKS_PER_S = 2048  # limit of the looks of all ranks for a signal, with a pause of at most 4 s
+MOST_LOOKS_PER_S = 2048  # limit of the looks of all ranks, with a pause of at most 4 s
 LONGEST_LOOK_S = 4.0
-MOST_WATCHES_PER_S = 8192  # limit of the looks of all ranks after the signal
 END_S = 2.0  # longest wait for another thread that writes the end
 STORE_LINGER_S = 0.5  # time in which the other ranks read the store that rank 0 may host
 THREAD_NAME = "offbeat-stopping"
 
 REQUESTED = "requested"  # key of the rank that received the signal
-WAKE, HANDLED = 0, 255  # bytes in the socket that are not numbers of signals
 STOPPING = "waiting for all ranks to stop"
 
 
@@ -63,28 +63,24 @@ class StopRequest:
         self._session: Session | None = None
         self._save: Callable[[], Saving] | None = None
         self._has_workers: Callable[[], bool] | None = None  # of a server
-        self._is_common = False  # whether the ranks stop after the same iteration
+        self._store: Any = None  # if the ranks stop after the same iteration
         self._lock = threading.Lock()  # of `_ended` and `_last`
         self._ended = 0  # number of finished iterations
         self._last: int | None = None  # number of iterations at the end; may grow until `_agreed`
         self._requester: int | None = None  # rank that received the signal
         self._requested_s = 0.0  # local monotonic time at which this rank learned of the signal
         self._signal_s: float | None = None  # time of the first signal of this rank
-        self._has_second_signal = False
-        self._is_last_ended = False
+        self._has_second_signal = self._is_last_ended = False
         self._outcome: str | None = None
-        self._changed = threading.Event()  # wakes the thread that reads the store
         self._agreed = threading.Event()  # `_last` is final
-        self._saved = threading.Event()  # this rank has saved the checkpoint, if any
-        self._all_saved = threading.Event()  # all ranks have, or the store is lost
         self._closed = threading.Event()
-        self._exchanging: threading.Thread | None = None
         self._ending = threading.Lock()  # held from the start of `on_end`
         self._signals, self._wakeup = socket.socketpair()
         self._wakeup.setblocking(False)
         self._process_id = os.getpid()
         self._install()
-        threading.Thread(target=self._watch, name=THREAD_NAME, daemon=True).start()
+        self._thread = threading.Thread(target=self._watch, name=THREAD_NAME, daemon=True)
+        self._thread.start()
 
     def attach(self, session: Session, save: Callable[[], Saving] | None) -> None:
         """Begin to finish iterations before a stop. Until this call, a signal ends the rank at
@@ -94,21 +90,16 @@ class StopRequest:
             session: session of this rank.
             save: begins to save a checkpoint; None: no checkpoint is configured.
         """
-        # Ranks that do not wait for each other, as with gossip and servers, stop separately.
-        is_separate = session.alone or session.elsewhere is not None
         with self._lock:
             if self._requester is not None:  # `_watch` ends this rank
                 return
             self._session, self._save, self._ended = session, save, session.iteration
-            self._is_common = self._control.world_size > 1 and not is_separate
-        if self._is_common:
-            store: Any = self._control.store(f"stop{self._control.met}")
-            # A blocking wait of another thread occupies the connection of `store`, so use a clone.
-            store = store.clone() if hasattr(store, "clone") else store
-            self._exchanging = threading.Thread(
-                target=self._exchange, args=(store,), name=THREAD_NAME, daemon=True
-            )
-            self._exchanging.start()
+            # Ranks that do not wait for each other, as with gossip and servers, stop separately.
+            is_separate = session.alone or session.elsewhere is not None
+            if self._control.world_size > 1 and not is_separate:
+                store: Any = self._control.store(f"stop{self._control.met}")
+                # A blocking wait of another thread occupies the connection, so use a clone.
+                self._store = store.clone() if hasattr(store, "clone") else store
 
     def attach_server(self, is_connected: Callable[[], bool]) -> None:
         """Serve on after a signal, so that the workers can end their iterations.
@@ -126,9 +117,17 @@ class StopRequest:
         """
         with self._lock:
             self._ended = iteration
-            is_last = self._last is not None and iteration >= self._last
-        if is_last:
-            self._stop(iteration)
+            if self._last is None or iteration < self._last:
+                return
+        with self._control.waiting(STOPPING):
+            self._agreed.wait()
+        if iteration == self._last:
+            self._is_last_ended = True
+            self._outcome = f"Stopped after {count_text(iteration, 'iteration')}{self._saved()}"
+            self._linger(iteration)
+            with suppress(Exception):  # an exit by a signal does not flush
+                sys.stdout.flush()
+            self._end(self._outcome)
 
     def close(self) -> None:
         """Restore the default action of SIGTERM. If this rank has received the signal, write the
@@ -136,10 +135,8 @@ class StopRequest:
         if self._closed.is_set() or os.getpid() != self._process_id:
             return
         self._closed.set()
-        self._saved.set()
         self._wake()
-        if self._exchanging is not None:
-            self._exchanging.join(STORE_TIMEOUT_S)
+        self._thread.join(STORE_TIMEOUT_S)
         if self._signal_s is not None:
             self._end("the model was closed")
         self._uninstall()
@@ -153,11 +150,10 @@ class StopRequest:
         protect_workers()
         signal.signal(signal.SIGTERM, self._handle)
         signal.siginterrupt(signal.SIGTERM, False)
-        number = self._wakeup.fileno()
-        previous = signal.set_wakeup_fd(number, warn_on_full_buffer=False)
-        if previous not in (-1, number):  # used by other code, so `_handle` wakes the thread
+        previous = signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)
+        if previous != -1:  # used by other code, so `_handle` alone wakes the thread
             signal.set_wakeup_fd(previous)
-        _installed.append(self)
+        _installed[:] = [self]
         _restore_in_forks()
 
     def _uninstall(self) -> None:
@@ -165,11 +161,11 @@ class StopRequest:
             if self._is_installed:
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
             previous = signal.set_wakeup_fd(-1)
-            if previous not in (-1, self._wakeup.fileno()):
+            if previous != self._wakeup.fileno():
                 signal.set_wakeup_fd(previous)
-            _installed[:] = [request for request in _installed if request is not self]
-        if not _installed:
-            unprotect_workers()
+            if self in _installed:
+                _installed.clear()
+                unprotect_workers()
 
     @property
     def _is_installed(self) -> bool:
@@ -177,34 +173,43 @@ class StopRequest:
         return signal.getsignal(signal.SIGTERM) == self._handle
 
     def _handle(self, *_: object) -> None:
-        """Handle SIGTERM in the main thread, for a script's handler that calls the previous one and
-        for a wakeup descriptor of other code."""
         if self._closed.is_set():
             self._pass_on()
-        self._wake(HANDLED)
+        self._wake(signal.SIGTERM)
 
-    def _wake(self, value: int = WAKE) -> None:
-        self._changed.set()
+    def _wake(self, value: int = 0) -> None:
         with suppress(BlockingIOError):
             self._wakeup.send(bytes([value]))
 
     def _watch(self) -> None:
+        """Receive signals, agree on the last iteration, and end this rank if it cannot stop."""
         while not self._closed.is_set():
-            self._signals.settimeout(None if self._requester is None else WATCH_EVERY_S)
+            self._signals.settimeout(self._pause_s())
+            numbers = b""
             with suppress(TimeoutError):
-                self._read_signals(self._signals.recv(4096))
+                numbers = self._signals.recv(4096)
+            with suppress(RuntimeError):  # the failure detector also reports a lost store
+                if signal.SIGTERM in numbers and self._is_installed:
+                    self._receive()
+                self._exchange()
             if self._requester is not None and (why := self._reason_to_end_now()) is not None:
                 ended = f"Ended after {count_text(self._ended, 'iteration')}: {why}"
                 self._end(self._outcome or ended)
                 return
 
-    def _read_signals(self, numbers: bytes) -> None:
-        is_signal = signal.SIGTERM in numbers and self._is_installed
-        if self._signal_s is None and (is_signal or HANDLED in numbers):
+    def _pause_s(self) -> float:
+        """Return the seconds between two looks at the store."""
+        least_s = LOOK_EVERY_S if self._requester is None else WATCH_EVERY_S
+        return max(least_s, min(self._control.world_size / MOST_LOOKS_PER_S, LONGEST_LOOK_S))
+
+    def _receive(self) -> None:
+        if self._signal_s is None:
             self._signal_s = time.monotonic()
             self._request(self._control.rank)
-        elif is_signal and self._signal_s is not None:
-            self._has_second_signal |= time.monotonic() - self._signal_s > SECOND_S
+        elif time.monotonic() - self._signal_s > SECOND_S:
+            self._has_second_signal = True
+
+    # ---- agreement --------------------------------------------------------------------------
 
     def _request(self, rank: int) -> None:
         """Let this rank stop after the iteration in progress, or a later one of another rank."""
@@ -213,54 +218,42 @@ class StopRequest:
                 return
             self._requested_s, self._requester = time.monotonic(), rank
             self._last = self._ended + 1
-        if not self._is_common:
+        if self._store is None:
             self._agreed.set()
-            self._all_saved.set()
-        self._wake()
+        else:
+            self._store.set(REQUESTED, str(rank))
+            self._publish("last", self._last)
 
-    # ---- agreement --------------------------------------------------------------------------
-
-    def _exchange(self, store: Any) -> None:
-        """Learn of a signal of another rank, agree on the last iteration, and wait for its end."""
-        ranks = self._control.world_size
-        look_every_s = max(LOOK_EVERY_S, min(ranks / MOST_LOOKS_PER_S, LONGEST_LOOK_S))
-        try:
-            while self._requester is None:
-                if self._closed.is_set():
-                    return
-                if store.check([REQUESTED]):
-                    self._request(int(store.get(REQUESTED)))
-                elif self._changed.wait(look_every_s):
-                    self._changed.clear()
-            assert self._last is not None
-            store.set(REQUESTED, str(self._requester))
-            last = self._await_all(store, "last", self._last)
-            with self._lock:
-                self._last, self._requester = last, int(store.get(REQUESTED))  # of all ranks
+    def _exchange(self) -> None:
+        """Look for the signal of another rank, then for the last iteration."""
+        store = self._store
+        if store is None or self._agreed.is_set():
+            return
+        if self._requester is None:
+            if store.check([REQUESTED]):
+                self._request(int(store.get(REQUESTED)))
+        elif store.check(["last/largest"]):
+            with self._lock:  # the requester is that of all ranks
+                self._last, self._requester = map(int, store.multi_get(["last/largest", REQUESTED]))
             self._agreed.set()
-            self._saved.wait()
-            self._await_all(store, "saved", last)
+
+    def _publish(self, name: str, number: int) -> None:
+        """Publish a number of this rank. The last rank that does so publishes the largest one."""
+        ranks = range(self._control.world_size)
+        self._store.set(f"{name}/{self._control.rank}", str(number))
+        if self._store.add(name, 1) == len(ranks):
+            numbers = self._store.multi_get([f"{name}/{rank}" for rank in ranks])
+            self._store.set(f"{name}/largest", str(max(map(int, numbers))))
+
+    def _linger(self, iteration: int) -> None:
+        """Wait until all ranks have saved the checkpoint."""
+        if self._store is None:
+            return
+        with suppress(RuntimeError):  # the store is lost
+            self._publish("saved", iteration)
+            self._store.wait(["saved/largest"])  # `_watch` limits the time
             if self._control.rank == 0:
                 time.sleep(STORE_LINGER_S)
-        except RuntimeError:  # the failure detector also reports a lost store
-            pass
-        finally:
-            self._all_saved.set()
-
-    def _await_all(self, store: Any, name: str, number: int) -> int:
-        """Publish a number of this rank. Return the largest of all ranks when all have published.
-
-        The last rank that publishes reads the numbers of all ranks, and no other one does.
-        """
-        ranks, largest = range(self._control.world_size), f"{name}/largest"
-        store.set(f"{name}/{self._control.rank}", str(number))
-        if store.add(name, 1) == len(ranks):
-            numbers = store.multi_get([f"{name}/{rank}" for rank in ranks])
-            store.set(largest, str(max(map(int, numbers))))
-        while not store.check([largest]):
-            if self._closed.wait(max(WATCH_EVERY_S, len(ranks) / MOST_WATCHES_PER_S)):
-                raise RuntimeError("the model was closed")
-        return int(store.get(largest))
 
     def _reason_to_end_now(self) -> str | None:
         """Return why this rank ends without the end of the iteration; None if it does not."""
@@ -272,40 +265,19 @@ class StopRequest:
             return "a second SIGTERM has arrived"
         if time.monotonic() - self._requested_s > STOP_S:
             return f"the job did not stop within {STOP_S:g} s"
-        if self._is_last_ended or not self._is_common:
+        if self._is_last_ended or self._store is None:
             return None
-        return self._describe_lost_rank()
-
-    def _describe_lost_rank(self) -> str | None:
         detector = self._control.detector
         assert detector is not None
         states = enumerate(detector.statuses)
         ended = [r for r, status in states if status.state not in ACTIVE and r != detector.rank]
         if lost := detector.failed_peers() or ended:
             return f"rank {lost[0]} {detector.describe_suspect(lost[0])}"
-        lost_s = detector.store_lost_s
-        if lost_s is not None and time.monotonic() - lost_s > detector.timeout_s:
-            return "the store of rank 0 does not respond"
         return None
 
     # ---- end --------------------------------------------------------------------------------
 
-    def _stop(self, iteration: int) -> None:
-        with self._control.waiting(STOPPING):
-            self._agreed.wait()
-        assert self._last is not None
-        if iteration < self._last:
-            return
-        self._is_last_ended = True
-        stopped = f"Stopped after {count_text(iteration, 'iteration')}"
-        self._outcome = stopped + self._save_checkpoint()
-        self._saved.set()
-        self._all_saved.wait()
-        with suppress(Exception):  # an exit by a signal does not flush
-            sys.stdout.flush()
-        self._end(self._outcome)
-
-    def _save_checkpoint(self) -> str:
+    def _saved(self) -> str:
         """Save the checkpoint, if one is configured. Return the rest of the sentence."""
         assert self._session is not None
         if self._save is None:
@@ -342,7 +314,7 @@ class StopRequest:
         os._exit(128 + signal.SIGTERM)  # the first process of a container has no default action
 
 
-_installed: list[StopRequest] = []  # requests whose handler this process has installed
+_installed: list[StopRequest] = []  # the request whose handler this process has installed
 
 
 @cache

@@ -4,7 +4,6 @@ import difflib
 import json
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import Annotated, Any, Self
@@ -23,26 +22,12 @@ from offbeat.lab.parts import (
     optional,
     rate_text,
 )
+from offbeat.lab.switch.link_state import Way
 
 MAX_HOSTS = 250  # largest number of hosts, limited by the last byte of an address in the lab
 MAX_LINKS = 16
 
 _SHORT_FORM = ("rate", "uplink", "latency", "loss")  # top-level keys that describe the only link
-
-
-@dataclass(frozen=True, slots=True)
-class Way:
-    """Configured values of one host's attachment to a link, or of the way between two hosts.
-
-    Attributes:
-        rate_bps: bits per second, of an attachment in the slower direction; None if unshaped.
-        latency_s: one-way delay in seconds.
-        loss: share of packets that are lost.
-    """
-
-    rate_bps: int | None
-    latency_s: float
-    loss: float
 
 
 class Cluster(Part):

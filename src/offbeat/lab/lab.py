@@ -4,8 +4,10 @@ import os
 import platform
 import secrets
 import socket
+import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Self
 
@@ -23,8 +25,9 @@ from offbeat.lab.probe_report import (
     probe_targets,
     ring_ways,
 )
-from offbeat.lab.process import LabProcess
-from offbeat.lab.templates import change_messages, network_message
+from offbeat.lab.process import LabProcess, require_linux
+from offbeat.lab.switch.link_state import ChangePlan
+from offbeat.lab.templates import change_plans, network_plan
 
 _FIRST_PORT = 29500
 _PORTS = 10_000
@@ -46,8 +49,8 @@ class Traffic:
     received_bytes: int
 
 
-class _RunningLab:
-    """Supervisor process of a lab, which exists during the `with` block."""
+class _AnyLab:
+    """What labs with and without a network have in common; a context manager."""
 
     note: str | None = None
     _kind: ClassVar[str]
@@ -58,42 +61,49 @@ class _RunningLab:
         self.congestion_control: str = "default"
         self.setup_s: float = 0.0
         self.switched: tuple[str, ...] = ()
-        self._process: LabProcess | None = None
+        self._is_running = False
+        self._launching = threading.Lock()
 
     def __enter__(self) -> Self:
         start_s = time.perf_counter()
-        if self._process is not None:
+        if self._is_running:
             raise LabError("the lab is running already; make a second Lab for a second one")
-        process = LabProcess()
-        try:
-            self._build(process)
-        except BaseException:
-            process.close()
-            raise
-        self._process = process
+        self._open()
+        self._is_running = True
         self.setup_s = time.perf_counter() - start_s
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _build(self, process: LabProcess) -> None:
-        """Build the network in a new supervisor process."""
+    def _open(self) -> None:
+        require_linux()
 
     def close(self) -> None:
-        """End all processes in the lab and remove it. Further calls have no effect."""
-        if self._process is not None:
-            self._process.close()
-            self._process = None
+        """Remove the lab. Further calls have no effect."""
+        self._is_running = False
 
-    @property
-    def process(self) -> LabProcess:
-        """Supervisor process that starts ranks; raises LabError outside of the `with` block."""
-        if self._process is None:
+    def require_running(self) -> None:
+        """Raise LabError outside of the `with` block, or if the lab has ended."""
+        if not self._is_running:
             raise LabError(
                 "the lab is not running; use it as a context manager: with Lab(cluster):"
             )
-        return self._process
+
+    @contextmanager
+    def exclusive_launch(self) -> Iterator[None]:
+        """Exclude other launches during the block, because their changes would affect each other.
+
+        Raises:
+            LabError: another launch is running, or the lab is not.
+        """
+        self.require_running()
+        if not self._launching.acquire(blocking=False):
+            raise LabError("this lab is running a launch already; wait, or make a second Lab")
+        try:
+            yield
+        finally:
+            self._launching.release()
 
     def counters(self) -> dict[int, dict[str, Traffic]]:
         """Return the traffic so far, by host and link name; empty on the loopback."""
@@ -118,7 +128,7 @@ class _RunningLab:
         }
 
 
-class Lab(_RunningLab):
+class Lab(_AnyLab):
     """Cluster of network namespaces with shaped links that exists during the `with` block.
 
     It is not visible outside, so labs side by side do not collide. When this process ends for any
@@ -126,7 +136,7 @@ class Lab(_RunningLab):
 
     Args:
         cluster: description of hosts and links.
-        name: name of the lab in records and interface aliases.
+        name: name of the lab in records.
 
     Attributes:
         note: warning for reports; None for a lab.
@@ -145,14 +155,38 @@ class Lab(_RunningLab):
     def __init__(self, cluster: Cluster, name: str = "lab") -> None:
         super().__init__(cluster, name)
         self.congestion_control = cluster.congestion_control
-        self._inodes: list[int] = []
+        self._process: LabProcess | None = None
+        self._built: dict[str, Any] = {}
         self._launches = 0
 
-    def _build(self, process: LabProcess) -> None:
-        built = process.request("build", plan=network_message(self.cluster, self.name))
+    def _open(self) -> None:
+        process = LabProcess()
+        try:
+            built = process.request("build", plan=network_plan(self.cluster))
+        except BaseException:
+            process.close()
+            raise
+        self._process, self._built = process, built
         self.congestion_control = built["congestion_control"]
-        self._inodes = built["inodes"]
         self.switched = tuple(self.cluster.links[link].name for link in built["switched"])
+
+    def close(self) -> None:
+        """End the network, and with it the lab. Further calls have no effect."""
+        super().close()
+        if self._process is not None:
+            self._process.close()
+            self._process = None
+
+    @property
+    def process(self) -> LabProcess:
+        """Process that holds the network; raises LabError outside of the `with` block."""
+        super().require_running()
+        assert self._process is not None
+        return self._process
+
+    def require_running(self) -> None:
+        """Raise LabError outside of the `with` block, or if the lab's process has ended."""
+        self.process.require_running()
 
     def interface(self, link: int) -> str:
         """Return the name of the interface to a link, which is the same in every host.
@@ -174,13 +208,13 @@ class Lab(_RunningLab):
         _check_index("link", link, len(self.cluster.links))
         return address(host, link)
 
-    def host_key(self, host: int) -> int | None:
-        """Return the namespace in which the supervisor starts ranks of a host.
+    def namespace(self, host: int) -> tuple[int, int] | None:
+        """Return the namespace of a host: a process id and a descriptor of this process.
 
         Args:
             host: number of the host.
         """
-        return host
+        return self.process.pid, self._built["fds"][host]
 
     def next_port(self) -> int:
         """Return a port that no earlier launch of this lab has used."""
@@ -201,13 +235,23 @@ class Lab(_RunningLab):
         """
         _check_index("host", host, self.cluster.hosts)
         index, rate_bps = self.cluster.link_index(link), parse_rate_bps(rate)
-        values = {"rate_bps": rate_bps}
-        change = {"at_s": 0.0, "link": index, "values": values, "hosts": [host]}
+        self.apply(ChangePlan(0.0, index, {"rate_bps": rate_bps}, [host]))
+
+    def changes(self) -> list[ChangePlan]:
+        """Return the changes of a launch, earliest first."""
+        return sorted(change_plans(self.cluster), key=lambda change: change.at_s)
+
+    def apply(self, change: ChangePlan) -> None:
+        """Apply new values on one link now.
+
+        Args:
+            change: the values. Its time has no effect.
+        """
         self.process.request("change", change=change)
 
-    def changes(self) -> list[dict[str, Any]]:
-        """Return the changes of a launch as messages for the supervisor."""
-        return change_messages(self.cluster)
+    def restore(self) -> None:
+        """Give all links their initial values."""
+        self.process.request("restore")
 
     def probe(self, budget_s: float = 2.0) -> list[ProbeResult]:
         """Return measured rates and delays between some hosts.
@@ -221,9 +265,7 @@ class Lab(_RunningLab):
         """
         asked = probe_targets(self.cluster)
         budget_s *= max(1.0, len(asked) / MOST_WAYS)
-        ways = [way.message() for way in asked]
-        found = self.process.request("probe", ways=ways, budget_s=budget_s)
-        return [ProbeResult(way, **values) for way, values in zip(asked, found, strict=True)]
+        return self.process.request("probe", ways=asked, budget_s=budget_s)
 
     def verify(self, limit_s: float = 0.6) -> Throughput | None:
         """Return the throughput while every host sends to the next one, the best of three tries.
@@ -240,14 +282,11 @@ class Lab(_RunningLab):
         ways = ring_ways(self.cluster)
         if not needs_check(ways):
             return None
-        messages = [way.message() for way in ways]
-        best: Throughput | None = None
-        for _ in range(TRIES):
-            last = Throughput(ways, self.process.request("flood", ways=messages, limit_s=limit_s))
-            best = last if best is None else max(best, last, key=lambda each: each.share)
-            if best.share >= LEAST_SHARE:
-                break
-        assert best is not None
+        tries = list[Throughput]()
+        while len(tries) < TRIES and not any(each.share >= LEAST_SHARE for each in tries):
+            rates_bps = self.process.request("flood", ways=ways, limit_s=limit_s)
+            tries.append(Throughput(ways, rates_bps))
+        best = max(tries, key=lambda each: each.share)
         best.check()
         return best
 
@@ -266,10 +305,10 @@ class Lab(_RunningLab):
 
     def inodes(self) -> list[int]:
         """Return the identities of the lab's namespaces, as in /proc/PID/ns/net."""
-        return list(self._inodes)
+        return list(self._built["inodes"])
 
 
-class NoLab(_RunningLab):
+class NoLab(_AnyLab):
     """Replacement for `Lab` on the unshaped loopback. Every report contains its `note`.
 
     Args:
@@ -279,7 +318,7 @@ class NoLab(_RunningLab):
     Attributes:
         note: warning for reports that links are not shaped.
         congestion_control: always "default".
-        setup_s: seconds to start the supervisor.
+        setup_s: seconds to start.
         switched: always empty.
     """
 
@@ -313,14 +352,12 @@ class NoLab(_RunningLab):
         _check_index("link", link, len(self.cluster.links))
         return "127.0.0.1"
 
-    def host_key(self, host: int) -> int | None:
+    def namespace(self, host: int) -> None:
         """Return None: there is no namespace.
 
         Args:
             host: number of the host.
         """
-        _check_index("host", host, self.cluster.hosts)
-        return None
 
     def next_port(self) -> int:
         """Return a free port of the loopback that no outgoing connection takes meanwhile.
@@ -351,9 +388,19 @@ class NoLab(_RunningLab):
             "unshaped; use a Lab"
         )
 
-    def changes(self) -> list[dict[str, Any]]:
+    def changes(self) -> list[ChangePlan]:
         """Return an empty list: there is no shaping to change."""
         return []
+
+    def apply(self, change: ChangePlan) -> None:
+        """Do nothing: there is no shaping to change.
+
+        Args:
+            change: has no effect.
+        """
+
+    def restore(self) -> None:
+        """Do nothing: there is no shaping to restore."""
 
     def probe(self, budget_s: float = 2.0) -> list[ProbeResult]:
         """Return an empty list: the loopback has no configured rates.

@@ -4,22 +4,25 @@ import json
 import os
 import selectors
 import signal
+import subprocess
 import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 from offbeat.core.plan import INSIDE
 from offbeat.lab.errors import LabError
 from offbeat.lab.lab import Lab, NoLab
-from offbeat.lab.process import describe_exit
+from offbeat.lab.process import describe_exit, isolated
+from offbeat.lab.switch.link_state import ChangePlan
 
 TAIL_LINES = 15
 _TERMINATE_S = 2.0  # seconds from SIGTERM to SIGKILL
+_END_S = 15.0  # longest wait for a guard that kills its rank
+_LOOK_S = 0.1  # longest time between two looks for ranks that have ended
 _LONGEST_LINE_BYTES = 64 * 1024
 
 OnLine = Callable[[int, str], None]
@@ -93,14 +96,18 @@ def launch(
     if not timeout_s > 0:
         raise ValueError(f"timeout_s ({timeout_s}) must be positive")
     Path(log_dir).mkdir(parents=True, exist_ok=True)
-    with lab.process.exclusive_launch():
-        watch = _Watch(lab, Path(log_dir), on_line, workers, servers, survive or servers > 0)
-        try:
-            watch.start([str(part) for part in argv], env or {}, changes=changes)
-            watch.run(timeout_s, grace_s)
-        finally:
-            watch.finish()
-        return watch.result()
+    workers = lab.cluster.world_size - servers if workers is None else workers
+    with lab.exclusive_launch(), ExitStack() as stack:
+        port = lab.next_port()
+        run = _Launch(lab, workers, survive or servers > 0, grace_s)
+        stack.callback(run.finish)
+        for number in range(workers + servers):
+            host = lab.cluster.host_of(number)
+            rank = _Rank(number, host, Path(log_dir, f"rank{number}.log"), on_line)
+            own = rank_environment(lab, number, port, workers, servers)
+            run.start(rank, list(map(str, argv)), {**os.environ, **own, **(env or {})})
+        run.watch(timeout_s, lab.changes() if changes else [])
+    return run.result()
 
 
 def rank_environment(
@@ -121,7 +128,7 @@ def rank_environment(
         }
     cluster = lab.cluster
     host = cluster.host_of(rank)
-    if lab.host_key(host) is not None:  # otherwise NCCL takes all hosts of the lab for one host
+    if isinstance(lab, Lab):  # otherwise NCCL takes all hosts of the lab for one host
         own["NCCL_HOSTID"] = f"{lab.name}-{host}"
     interfaces = [
         {"name": link.name, "interface": lab.interface(index)}
@@ -147,6 +154,7 @@ def rank_environment(
         "TORCHELASTIC_MAX_RESTARTS": "0",
         "TORCHELASTIC_USE_AGENT_STORE": "False",  # rank 0 hosts the store, as there is no agent
         "OMP_NUM_THREADS": str(cluster.threads_of(host)),
+        "OFFBEAT_LAUNCHER": str(os.getpid()),  # its descendants are no other programs
         # relative to other hosts; used if ranks are paced
         "OFFBEAT_SPEED": repr(cluster.speed_of(host)),
         "OFFBEAT_JITTER": repr(cluster.jitter_of(host)),
@@ -157,265 +165,205 @@ def rank_environment(
     }
 
 
-@dataclass
 class _Rank:
-    """State of one rank during the launch."""
+    """One rank of a launch: its guard process, its output and its log."""
 
-    number: int
-    host: int
-    key: str
-    log_file: Path
-    log: IO[bytes]
-    pipe: int
-    has_log: bool = True  # False after a failed write to the log
-    started: bool = False
-    exit_code: int | None = None
-    partial: bytes = b""
-    tail: deque[str] = field(default_factory=lambda: deque(maxlen=TAIL_LINES))
+    def __init__(self, number: int, host: int, log_file: Path, on_line: OnLine | None) -> None:
+        self.number, self.host, self.log_file = number, host, log_file
+        self.exit_code: int | None = None
+        self.tail: deque[str] = deque(maxlen=TAIL_LINES)
+        self._on_line = on_line
+        self._log = log_file.open("wb", buffering=0)
+        self._has_log = True  # False after a failed write to the log
+        self._partial = b""
 
-    @property
-    def is_running(self) -> bool:
-        return self.started and self.exit_code is None
+    def start(self, command: list[str], env: Mapping[str, str]) -> int:
+        """Start the guard. Return the descriptor of the output."""
+        self._process = subprocess.Popen(
+            command,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            bufsize=0,
+            start_new_session=True,  # only the owner reacts to Ctrl-C in the terminal
+        )
+        assert self._process.stdout is not None
+        self._output = self._process.stdout
+        os.set_blocking(self._output.fileno(), False)
+        return self._output.fileno()
 
-    def close_pipe(self) -> None:
-        if self.pipe >= 0:
-            os.close(self.pipe)
-            self.pipe = -1
+    def terminate(self) -> None:
+        self._process.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Let the guard kill the rank and all its descendants."""
+        self._process.send_signal(signal.SIGUSR2)
+
+    def wait(self, limit_s: float) -> None:
+        """Wait for the end of the guard, which has the exit code of the rank."""
+        with suppress(subprocess.TimeoutExpired):
+            self.exit_code = self._process.wait(limit_s)
+
+    def read_output(self) -> bytes | None:
+        """Read available output. Return b"" at its end, and None if nothing is available."""
+        data = self._output.read(65536)
+        if not data:
+            return data
+        self._write_log(data)
+        *lines, rest = (self._partial + data).split(b"\n")
+        if len(rest) > _LONGEST_LINE_BYTES:  # for example a progress bar without line ends
+            lines, rest = [*lines, rest], b""
+        self._partial = rest
+        for line in lines:
+            self._emit_line(line)
+        return data
+
+    def read_rest(self) -> None:
+        """Read the output that is left, also a last line without its end."""
+        while self.read_output():
+            pass
+        if self._partial:
+            last, self._partial = self._partial, b""
+            self._emit_line(last)
+
+    def tail_text(self) -> str:
+        if not self.tail:
+            return f"; rank {self.number} wrote nothing to its log ({self.log_file})"
+        lines = "".join(f"\n    {line}" for line in self.tail)
+        return f"; the end of rank {self.number}'s log ({self.log_file}):{lines}"
 
     def close(self) -> None:
-        self.close_pipe()
-        self.log.close()
+        """End a guard that still runs, and close the files."""
+        self._process.kill()
+        self.exit_code = self._process.wait()
+        self._output.close()
+        self._log.close()
+
+    def _write_log(self, data: bytes) -> None:
+        if not self._has_log:
+            return
+        try:
+            self._log.write(data)
+        except OSError as error:
+            self._has_log = False
+            warnings.warn(
+                f"log ({self.log_file}) cannot be written any more: {error.strerror}; the launch "
+                "goes on without it. Make room there, or give another --out",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+    def _emit_line(self, line: bytes) -> None:
+        text = line.decode(errors="replace").rstrip("\r")
+        self.tail.append(text)
+        if self._on_line is not None:
+            self._on_line(self.number, text)
 
 
-class _Watch:
-    """Monitor of all ranks of one launch."""
+class _Launch:
+    """All ranks of one launch."""
 
-    def __init__(
-        self,
-        lab: Lab | NoLab,
-        log_dir: Path,
-        on_line: OnLine | None,
-        workers: int | None,
-        servers: int,
-        survive: bool,
-    ) -> None:
-        self._lab, self._survive = lab, survive
-        self._workers = lab.cluster.world_size - servers if workers is None else workers
-        self._servers = servers
-        self._process = lab.process
-        self._on_line = on_line
-        self._port = lab.next_port()
+    def __init__(self, lab: Lab | NoLab, workers: int, survive: bool, grace_s: float) -> None:
+        self._lab, self._workers, self._survive, self._grace_s = lab, workers, survive, grace_s
         self._start_s = time.monotonic()
         self._wall_s = 0.0
-        self._problem: str | None = None
-        self._failed: tuple[_Rank, float] | None = None
-        self._actions: list[tuple[float, int]] = []  # (time, signal), earliest first
+        self._problem: tuple[_Rank, str] | None = None
+        self._actions: list[tuple[float, Callable[[_Rank], None]]] = []  # (time, call)
         self._selector = selectors.DefaultSelector()
-        self._selector.register(self._process.events, selectors.EVENT_READ)
-        self._log_dir = log_dir
         self._ranks: list[_Rank] = []
         # time by index of the change; with several links that of the last one
         self._changes: dict[int, float] = {}
 
-    def start(self, argv: list[str], env: Mapping[str, str], *, changes: bool) -> None:
-        self._process.request("begin", changes=self._lab.changes() if changes else [])
-        for number in range(self._workers + self._servers):
-            own = rank_environment(self._lab, number, self._port, self._workers, self._servers)
-            self._start_rank(number, argv, {**os.environ, **own, **env})
+    def start(self, rank: _Rank, argv: list[str], env: Mapping[str, str]) -> None:
+        """Start one rank."""
+        command = isolated("guard", os.getpid(), self._lab.namespace(rank.host), argv=argv)
+        self._selector.register(rank.start(command, env), selectors.EVENT_READ, rank)
+        self._ranks.append(rank)
 
-    def run(self, timeout_s: float, grace_s: float) -> None:
+    def watch(self, timeout_s: float, changes: list[ChangePlan]) -> None:
         """Wait until every rank has ended by itself or by a signal."""
-        while any(rank.is_running for rank in self._ranks):
+        while self._running:
             now_s = self._time_s()
             if not self._actions and now_s >= timeout_s:
                 self._stop_after_timeout(now_s)
-            self._send_due_signals(now_s)
-            limit_s = self._actions[0][0] if self._actions else timeout_s
-            self._wait_for_events(max(0.0, limit_s - self._time_s()))
-            if self._failed is not None and self._problem is None:
-                self._stop_after_failure(grace_s)
+            while changes and changes[0].at_s <= now_s:
+                self._lab.apply(changes[0])
+                self._changes[changes.pop(0).number] = self._time_s()
+            self._do_due_actions(now_s)
+            due_s = self._actions[0][0] if self._actions else timeout_s
+            due_s = min([due_s, now_s + _LOOK_S, *(change.at_s for change in changes[:1])])
+            self._wait_for_events(max(0.0, due_s - self._time_s()))
+            self._lab.require_running()
         self._wall_s = self._time_s()
 
     def finish(self) -> None:
-        """Kill remaining processes, read the remaining output, and close all files."""
-        with suppress(LabError):  # the lab has ended, and all processes with it
-            self._process.request("kill_all")
+        """Kill remaining processes, read the remaining output, restore the links, and close all
+        files."""
+        for rank in self._running:
+            rank.kill()
         try:
-            with suppress(LabError):
-                self._collect_exits()
+            if self._changes:
+                with suppress(LabError):  # the network has ended
+                    self._lab.restore()
             for rank in self._ranks:
-                self._read_rest(rank)
+                rank.wait(_END_S)
+                rank.read_rest()
         finally:
             for rank in self._ranks:
                 rank.close()
             self._selector.close()
 
     def result(self) -> Result:
-        problem = self._problem
-        if self._failed is not None and not problem:
-            problem = self._describe_failure()
         return Result(
-            exit_codes=tuple(_require_exit_code(rank.exit_code) for rank in self._ranks),
+            exit_codes=tuple(rank.exit_code or 0 for rank in self._ranks),
             wall_s=self._wall_s,
             log_files=tuple(rank.log_file for rank in self._ranks),
-            problem=problem and f"{problem}{self._log_tail_text()}",
+            problem=self._problem and f"{self._problem[1]}{self._problem[0].tail_text()}",
             changes=tuple((at_s, number) for number, at_s in self._changes.items()),
         )
 
-    # --- starting and reading ----------------------------------------------------------------
-
-    def _start_rank(self, number: int, argv: list[str], env: dict[str, str]) -> None:
-        host = self._lab.cluster.host_of(number)
-        log_file = self._log_dir / f"rank{number}.log"
-        pipe, output = os.pipe()
-        os.set_blocking(pipe, False)
-        log = log_file.open("wb", buffering=0)
-        rank = _Rank(number, host, f"{self._port}/{number}", log_file, log, pipe)
-        self._ranks.append(rank)
-        self._selector.register(pipe, selectors.EVENT_READ, rank)
-        try:
-            self._process.request(
-                "start",
-                fds=[output],
-                key=rank.key,
-                argv=argv,
-                env=env,
-                cwd=str(Path.cwd()),
-                host=self._lab.host_key(host),
-            )
-        finally:
-            os.close(output)
-        rank.started = True
+    @property
+    def _running(self) -> list[_Rank]:
+        return [rank for rank in self._ranks if rank.exit_code is None]
 
     def _wait_for_events(self, limit_s: float) -> None:
+        ended = list[_Rank]()
         for key, _ in self._selector.select(limit_s):
-            if key.data is None:
-                self._collect_exits()
-            else:
-                self._read_output(key.data)
+            if key.data.read_output() == b"":
+                self._selector.unregister(key.fd)
+                ended.append(key.data)
+        for rank in self._running:
+            rank.wait(1.0 if rank in ended else 0.0)  # it closes its output immediately before
+            if rank.exit_code:
+                self._stop_after_failure(rank, rank.exit_code)
 
-    def _collect_exits(self) -> None:
-        messages = self._process.events.receive_ready()
-        if messages is None:
-            self._process.request("kill_all")  # raises an error with the exit code of the process
-            raise LabError("the lab's own process closed its events")
-        ranks = {rank.key: rank for rank in self._ranks}
-        for message in messages:
-            if "change" in message:
-                self._changes[message["change"]] = message["at_s"]
-                continue
-            rank = ranks.get(message["key"])
-            if rank is not None:  # unknown keys belong to an earlier launch that was interrupted
-                self._record_exit(rank, message["exit_code"])
-
-    def _record_exit(self, rank: _Rank, exit_code: int) -> None:
-        rank.exit_code = exit_code
-        if self._is_expendable(rank):
-            return
-        if exit_code != 0 and self._failed is None and self._problem is None:
-            self._failed = (rank, self._time_s())
-
-    def _is_expendable(self, rank: _Rank) -> bool:
-        """Return whether a killed worker does not end the launch, because other workers
-        continue."""
-        killed = rank.exit_code is not None and rank.exit_code < 0
-        others = any(other.is_running for other in self._ranks[: self._workers])
-        return self._survive and killed and rank.number < self._workers and others
-
-    def _read_output(self, rank: _Rank) -> bool:
-        """Read available output of a rank; return False at its end or if nothing is available."""
-        if rank.pipe < 0:
-            return False
-        try:
-            data = os.read(rank.pipe, 65536)
-        except BlockingIOError:
-            return False
-        if not data:
-            self._selector.unregister(rank.pipe)
-            rank.close_pipe()
-            return False
-        if rank.has_log:
-            try:
-                rank.log.write(data)
-            except OSError as error:
-                rank.has_log = False
-                warnings.warn(
-                    f"log ({rank.log_file}) cannot be written any more: {error.strerror}; the "
-                    "launch goes on without it. Make room there, or give another --out",
-                    RuntimeWarning,
-                    stacklevel=2,
-                )
-        self._split_lines(rank, data)
-        return True
-
-    def _split_lines(self, rank: _Rank, data: bytes) -> None:
-        *lines, rest = (rank.partial + data).split(b"\n")
-        if len(rest) > _LONGEST_LINE_BYTES:  # for example a progress bar without line ends
-            lines, rest = [*lines, rest], b""
-        rank.partial = rest
-        for line in lines:
-            self._emit_line(rank, line)
-
-    def _emit_line(self, rank: _Rank, line: bytes) -> None:
-        text = line.decode(errors="replace").rstrip("\r")
-        rank.tail.append(text)
-        if self._on_line is not None:
-            self._on_line(rank.number, text)
-
-    def _read_rest(self, rank: _Rank) -> None:
-        while self._read_output(rank):
-            pass
-        if rank.partial:
-            last, rank.partial = rank.partial, b""
-            self._emit_line(rank, last)
-
-    # --- ending ------------------------------------------------------------------------------
-
-    def _stop_after_failure(self, grace_s: float) -> None:
-        self._problem = self._describe_failure()
-        at_s = self._time_s() + grace_s
-        self._actions = [(at_s, signal.SIGTERM), (at_s + _TERMINATE_S, signal.SIGKILL)]
+    def _stop_after_failure(self, rank: _Rank, exit_code: int) -> None:
+        is_killed_worker = exit_code < 0 and rank.number < self._workers
+        others = any(other.exit_code is None for other in self._ranks[: self._workers])
+        if self._problem is None and not (self._survive and is_killed_worker and others):
+            now_s, how = self._time_s(), describe_exit(exit_code)
+            text = f"rank {rank.number} (host {rank.host}) {how} after {now_s:.1f} s"
+            self._stop(rank, text, now_s + self._grace_s)
 
     def _stop_after_timeout(self, now_s: float) -> None:
-        running = [rank for rank in self._ranks if rank.is_running]
-        self._failed = (running[0], now_s)
-        self._problem = (
-            f"timeout: after {now_s:.1f} s {_describe_ranks(running)} still running, of "
-            f"{len(self._ranks)}, and got stopped"
-        )
-        self._actions = [(now_s, signal.SIGTERM), (now_s + _TERMINATE_S, signal.SIGKILL)]
+        running = self._running
+        numbers = ", ".join(str(rank.number) for rank in running)
+        were = f"rank {numbers} was" if len(running) == 1 else f"ranks {numbers} were"
+        text = f"timeout: after {now_s:.1f} s {were} still running, of {len(self._ranks)}, "
+        self._stop(running[0], f"{text}and got stopped", now_s)
 
-    def _send_due_signals(self, now_s: float) -> None:
+    def _stop(self, rank: _Rank, problem: str, at_s: float) -> None:
+        self._problem = rank, problem
+        self._actions = [(at_s, _Rank.terminate), (at_s + _TERMINATE_S, _Rank.kill)]
+
+    def _do_due_actions(self, now_s: float) -> None:
         while self._actions and self._actions[0][0] <= now_s:
-            _, number = self._actions.pop(0)
-            keys = [rank.key for rank in self._ranks if rank.is_running]
-            self._process.request("signal", keys=keys, signal=int(number))
+            _, act = self._actions.pop(0)
+            for rank in self._running:
+                act(rank)
             if not self._actions:
-                self._actions = [(now_s + _TERMINATE_S, number)]  # repeat while a rank is running
+                self._actions = [(now_s + _TERMINATE_S, act)]  # repeat while a rank is running
 
     def _time_s(self) -> float:
         return time.monotonic() - self._start_s
-
-    def _describe_failure(self) -> str:
-        assert self._failed is not None
-        rank, at_s = self._failed
-        how = describe_exit(_require_exit_code(rank.exit_code))
-        return f"rank {rank.number} (host {rank.host}) {how} after {at_s:.1f} s"
-
-    def _log_tail_text(self) -> str:
-        assert self._failed is not None
-        rank, _ = self._failed
-        if not rank.tail:
-            return f"; rank {rank.number} wrote nothing to its log ({rank.log_file})"
-        lines = "".join(f"\n    {line}" for line in rank.tail)
-        return f"; the end of rank {rank.number}'s log ({rank.log_file}):{lines}"
-
-
-def _require_exit_code(exit_code: int | None) -> int:
-    assert exit_code is not None, "every rank has ended when this is asked"
-    return exit_code
-
-
-def _describe_ranks(ranks: list[_Rank]) -> str:
-    numbers = ", ".join(str(rank.number) for rank in ranks)
-    return f"rank {numbers} was" if len(ranks) == 1 else f"ranks {numbers} were"

@@ -8,7 +8,6 @@ supervisor ends.
 
 import errno
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from pyroute2.iproute import IPRoute
@@ -28,13 +27,15 @@ from offbeat.lab.namespaces import (
     error_text,
     kernel_request,
 )
+from offbeat.lab.probe import measure, measure_at_once
+from offbeat.lab.probe_report import ProbeResult, ProbeTarget
 from offbeat.lab.shaping import (
     bridged_segments_bytes,
     burst_bytes,
     queue_bytes,
     segments_bytes,
 )
-from offbeat.lab.switch.link_state import ChangePlan, LinkPlan
+from offbeat.lab.switch.link_state import ChangePlan, LinkPlan, NetworkPlan
 from offbeat.lab.switch.switch import Switch
 from offbeat.lab.switch.tap import mac, open_tap
 
@@ -47,31 +48,6 @@ _TC_ROOT = 0xFFFFFFFF
 _LOOPBACK = 1
 _SCOPE_LINK = 253
 _IFA_F_NOPREFIXROUTE = 0x200
-
-
-@dataclass(frozen=True)
-class NetworkPlan:
-    """Network to build.
-
-    Attributes:
-        name: name of the lab.
-        hosts: number of hosts.
-        congestion_control: TCP congestion control; "default" keeps that of the kernel.
-        links: initial values of each link.
-        inside_bps: rate of each host's loopback in bit/s; None for an unshaped one.
-    """
-
-    name: str
-    hosts: int
-    congestion_control: str
-    links: list[LinkPlan]
-    inside_bps: int | None = None
-
-    @classmethod
-    def from_message(cls, message: dict[str, Any]) -> "NetworkPlan":
-        """Return the plan of a message (plain data)."""
-        links = [LinkPlan.from_message(link) for link in message["links"]]
-        return cls(**{**message, "links": links})
 
 
 class Network:
@@ -96,30 +72,32 @@ class Network:
         taps = {link: self._build_taps(link) for link in self.switched}
         self.switch = Switch(taps, {link: plan.links[link] for link in taps}) if taps else None
 
-    def host_fd(self, host: int) -> int:
-        """Return the descriptor of the host's namespace."""
-        return self._hosts[host].fd
+    def describe(self) -> dict[str, Any]:
+        """Return the congestion control, the links with a switch, the descriptors of the hosts'
+        namespaces, and the identities of all namespaces as in /proc/PID/ns/net: the center, then
+        the hosts."""
+        return {
+            "congestion_control": self.congestion_control,
+            "switched": self.switched,
+            "fds": [host.fd for host in self._hosts],
+            "inodes": [namespace.inode for namespace in (self._center, *self._hosts)],
+        }
 
-    def enter(self, host: int) -> None:
-        """Move this process into the host's namespace."""
-        syscalls.setns(self.host_fd(host), syscalls.CLONE_NEWNET)
+    def probe(self, ways: Sequence[ProbeTarget], budget_s: float) -> list[ProbeResult]:
+        """Return the measured values of ways, one after the other."""
+        return measure(self._enter, ways, budget_s)
 
-    def inodes(self) -> list[int]:
-        """Return the identities of all namespaces as in /proc/PID/ns/net: the center, then the
-        hosts."""
-        return [namespace.inode for namespace in (self._center, *self._hosts)]
+    def flood(self, ways: Sequence[ProbeTarget], limit_s: float) -> list[float]:
+        """Return the measured rates of ways, all at once."""
+        return measure_at_once(self._enter, ways, limit_s)
 
     def change(self, change: ChangePlan) -> None:
         """Apply new values on one link."""
         self._apply_plan(change.link, change.apply_to(self._plans[change.link]))
 
-    def plans_in_force(self) -> list[LinkPlan]:
-        """Return the plans in force, by link."""
-        return list(self._plans)
-
-    def apply_plans(self, plans: Sequence[LinkPlan]) -> None:
-        """Apply the plans, by link."""
-        for link, plan in enumerate(plans):
+    def restore(self) -> None:
+        """Give all links their initial values."""
+        for link, plan in enumerate(self._plan.links):
             self._apply_plan(link, plan)
 
     def counters(self) -> list[list[tuple[int, int]]]:
@@ -133,6 +111,10 @@ class Network:
     def inside_counters(self) -> list[tuple[int, int]]:
         """Return the bytes sent and received by the loopback of each host, headers included."""
         return [_bytes_of(host, "lo") for host in self._hosts]
+
+    def _enter(self, host: int) -> None:
+        """Move this process into the host's namespace."""
+        syscalls.setns(self._hosts[host].fd, syscalls.CLONE_NEWNET)
 
     def _apply_plan(self, link: int, plan: LinkPlan) -> None:
         before, self._plans[link] = self._plans[link], plan
@@ -176,7 +158,7 @@ class Network:
         with kernel_request(f"cannot make the bridge of link {plan.name!r}", "bridge"):
             netlink.link("add", ifname=bridge, kind="bridge", br_stp_state=0, br_mcast_snooping=0)
             index = self._center.index(bridge)
-            netlink.link("set", index=index, state="up", ifalias=self._alias(plan.name))
+            netlink.link("set", index=index, state="up")
         for host in range(self._plan.hosts):
             self._attach(host, link, index)
 
@@ -187,7 +169,6 @@ class Network:
         with kernel_request(f"cannot connect host {host} to link {plan.name!r}", "veth"):
             peer = {"ifname": inner, "net_ns_fd": namespace.fd}
             self._center.netlink.link("add", ifname=port, kind="veth", peer=peer)
-        alias = self._alias(plan.name, host)
         port_index, inner_index = self._center.index(port), namespace.index(inner)
         for netlink, index, rate_bps in (
             (self._center.netlink, port_index, plan.rates_bps[host]),
@@ -196,7 +177,7 @@ class Network:
             # A packet passes both ends, so each has half of the delay. Only one end drops packets.
             loss = plan.losses[host] if netlink is namespace.netlink else 0.0
             _add_shapers(netlink, index, plan, plan.latencies_s[host] / 2, loss, rate_bps)
-            netlink.link("set", index=index, state="up", ifalias=alias)
+            netlink.link("set", index=index, state="up")
         self._center.netlink.link("set", index=port_index, master=bridge)
         self._add_address(namespace.netlink, inner_index, host, link)
 
@@ -219,7 +200,6 @@ class Network:
                 index=index,
                 state="up",
                 address=mac(link, host).hex(":"),
-                ifalias=self._alias(plan.name, host),
             )
             uplink_bps = plan.uplink_bps(host)
             _limit_segments(namespace.netlink, index, uplink_bps, switched=True)
@@ -250,10 +230,6 @@ class Network:
                 f"it has: {available_congestion_control()}, and modules that root can load "
                 f'(modprobe tcp_{chosen}); or "default"'
             ) from error
-
-    def _alias(self, link: str, host: int | None = None) -> str:
-        where = "" if host is None else f" host {host}"
-        return f"offbeat {self._plan.name}: {link}{where}"[:255]
 
 
 def _describe_request(plan: LinkPlan) -> str:

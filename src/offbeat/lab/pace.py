@@ -9,10 +9,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
+import psutil
 import torch
 from torch import Tensor, nn
 
@@ -262,12 +262,6 @@ def measure_messages(cluster: Cluster, profile: Profile) -> MessageCost:
 
 
 def kernel_s() -> float:
-    """Return the seconds that all processors have spent on interrupts, such as those of packets.
-
-    Return 0 if `/proc/stat` cannot be read.
-    """
-    try:
-        fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()
-    except OSError:
-        return 0.0
-    return sum(map(int, fields[6:8])) / os.sysconf("SC_CLK_TCK")
+    """Return the seconds that all processors have spent on interrupts, such as those of packets."""
+    times = psutil.cpu_times()
+    return times.irq + times.softirq

@@ -6,12 +6,15 @@ A way is the direction from one host to another on one link.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any
 
 from offbeat.core.units import format_rate, format_rounded_rate, format_time
 from offbeat.lab.addressing import address
-from offbeat.lab.description import Cluster, Way
 from offbeat.lab.errors import LabError
+from offbeat.lab.switch.link_state import Way
+
+if TYPE_CHECKING:  # the process that measures does without pydantic
+    from offbeat.lab.description import Cluster
 
 MOST_WAYS = 8  # largest number of measured ways if hosts and links are alike
 MOST_DISTINCT = 64  # largest number of measured ways with different rates and delays
@@ -39,20 +42,10 @@ class ProbeTarget:
     to_address: str
     way: Way
 
-    @classmethod
-    def from_cluster(cls, cluster: Cluster, link: str, one: int, other: int) -> Self:
-        """Return the way between two hosts of a cluster."""
-        to_address = address(other, cluster.link_index(link))
-        return cls(link, (one, other), to_address, cluster.way(one, other, link))
 
-    def message(self) -> dict[str, Any]:
-        """Return the request for the supervisor. An unshaped way has no rate to measure."""
-        return {
-            "hosts": list(self.hosts),
-            "address": self.to_address,
-            "rate": self.way.rate_bps is not None,
-            "latency_s": self.way.latency_s,
-        }
+def _target(cluster: "Cluster", link: str, one: int, other: int) -> ProbeTarget:
+    to_address = address(other, cluster.link_index(link))
+    return ProbeTarget(link, (one, other), to_address, cluster.way(one, other, link))
 
 
 @dataclass(frozen=True)
@@ -66,8 +59,8 @@ class ProbeResult:
     """
 
     asked: ProbeTarget
-    rate_bps: float | None
-    latency_s: float | None
+    rate_bps: float | None = None
+    latency_s: float | None = None
 
     @property
     def has_values(self) -> bool:
@@ -84,38 +77,27 @@ class ProbeResult:
         return texts
 
     @property
-    def asked_text(self) -> str:
-        """Configured values, such as "100mbit, 20ms"."""
-        way = self.asked.way
-        words = [format_rate(way.rate_bps)]
-        words += [format_time(way.latency_s)] if way.latency_s else []
-        return ", ".join(words)
-
-    @property
-    def measured_text(self) -> str:
-        """Measured values, such as "98.7mbit, 20.3ms one way"; "-" for a value without
-        measurement."""
-        words = []
-        if self.asked.way.rate_bps is not None:
-            words.append("-" if self.rate_bps is None else format_rounded_rate(self.rate_bps))
-        words.append("-" if self.latency_s is None else f"{_time(self.latency_s)} one way")
-        return ", ".join(words)
-
-    @property
     def text(self) -> str:
         """Configured and measured values in one line."""
         one, other = self.asked.hosts
+        record = self.record()
         where = f"{self.asked.link}, hosts {one} and {other}"
-        return f"{where}: asked {self.asked_text}, measured {self.measured_text}"
+        return f"{where}: asked {record['asked']}, measured {record['measured']}"
 
     def record(self) -> dict[str, Any]:
         """Return plain data for the JSON record of a run."""
         way = self.asked.way
+        delay = f", {format_time(way.latency_s)}" if way.latency_s else ""
+        measured = []
+        if way.rate_bps is not None:
+            measured.append("-" if self.rate_bps is None else format_rounded_rate(self.rate_bps))
+        late = "-" if self.latency_s is None else format_time(float(f"{self.latency_s:.3g}"))
+        measured.append(f"{late} one way" if self.latency_s is not None else late)
         return {
             "link": self.asked.link,
             "hosts": list(self.asked.hosts),
-            "asked": self.asked_text,
-            "measured": self.measured_text,
+            "asked": format_rate(way.rate_bps) + delay,
+            "measured": ", ".join(measured),
             "asked_rate_bps": way.rate_bps,
             "rate_bps": self.rate_bps,
             "asked_latency_s": way.latency_s,
@@ -124,14 +106,14 @@ class ProbeResult:
         }
 
 
-def probe_targets(cluster: Cluster) -> list[ProbeTarget]:
+def probe_targets(cluster: "Cluster") -> list[ProbeTarget]:
     """Return the most informative ways.
 
     The first ways cover each configured rate and delay of each link, at most `MOST_DISTINCT` ways.
     Up to `MOST_WAYS` ways altogether, further ways reach hosts that are not part of an earlier way.
     """
     ways = [
-        ProbeTarget.from_cluster(cluster, link.name, one, other)
+        _target(cluster, link.name, one, other)
         for link in cluster.links
         for one, other in combinations(range(cluster.hosts), 2)
     ]
@@ -166,17 +148,13 @@ def _deviation(what: str, ratio: float) -> list[str]:
     return [f"the measured {what} is {100 * abs(ratio - 1):.0f} % {where} what is asked"]
 
 
-def _time(time_s: float) -> str:
-    return format_time(float(f"{time_s:.3g}"))
-
-
 # --- all hosts at once ---
 #
 # The hosts share the processors of one machine. Each link alone may reach its rate while all links
 # together do not.
 
 
-def ring_ways(cluster: Cluster) -> list[ProbeTarget]:
+def ring_ways(cluster: "Cluster") -> list[ProbeTarget]:
     """Return the ways from every host to the next one on every link with a configured rate.
 
     A link with delay or loss is omitted, because TCP may not reach the rate on it.
@@ -184,10 +162,7 @@ def ring_ways(cluster: Cluster) -> list[ProbeTarget]:
     ways: list[ProbeTarget] = []
     hosts = cluster.hosts if cluster.hosts > 1 else 0
     for link in cluster.links:
-        ring = [
-            ProbeTarget.from_cluster(cluster, link.name, host, (host + 1) % hosts)
-            for host in range(hosts)
-        ]
+        ring = [_target(cluster, link.name, host, (host + 1) % hosts) for host in range(hosts)]
         if not any(asked.way.latency_s or asked.way.loss for asked in ring):
             ways += [asked for asked in ring if asked.way.rate_bps is not None]
     return ways
@@ -218,17 +193,19 @@ class Throughput:
     @property
     def text(self) -> str:
         """Configured and measured total rate in one line."""
-        return f"all hosts at once: asked {self._configured_text}, measured {self._measured_text}"
+        record = self.record()
+        return f"all hosts at once: asked {record['asked']}, measured {record['measured']}"
 
     def check(self) -> None:
         """Raise LabError if the machine reaches less than 90 % of the total configured rate."""
         if self.share >= LEAST_SHARE:
             return
         fastest = max(asked.way.rate_bps or 0 for asked in self.ways)
+        hosts, record = {host for asked in self.ways for host in asked.hosts}, self.record()
         raise LabError(
-            f"a rate of {format_rate(fastest)} for {self._host_count} hosts "
-            f"({self._configured_text} when all send at once) is more than this "
-            f"machine's processors carry: {self._measured_text} ({self.share:.0%}, at "
+            f"a rate of {format_rate(fastest)} for {len(hosts)} hosts "
+            f"({record['asked']} when all send at once) is more than this "
+            f"machine's processors carry: {record['measured']} ({self.share:.0%}, at "
             f"least {LEAST_SHARE:.0%} is needed); ask for at most "
             f"{format_rounded_rate(fastest * self.share * LEAST_SHARE, 2)} or for fewer hosts, or "
             "stop what else runs on this machine"
@@ -239,23 +216,11 @@ class Throughput:
         return {
             "link": ", ".join(dict.fromkeys(asked.link for asked in self.ways)),
             "hosts": "all at once",
-            "asked": self._configured_text,
-            "measured": self._measured_text,
+            "asked": f"{format_rounded_rate(_sum_bps(self.ways), 2)} in all",
+            "measured": f"{format_rounded_rate(sum(self.rates_bps), 2)} in all",
             "asked_rate_bps": _sum_bps(self.ways),
             "rate_bps": sum(self.rates_bps),
         }
-
-    @property
-    def _host_count(self) -> int:
-        return len({host for asked in self.ways for host in asked.hosts})
-
-    @property
-    def _configured_text(self) -> str:
-        return f"{format_rounded_rate(_sum_bps(self.ways), 2)} in all"
-
-    @property
-    def _measured_text(self) -> str:
-        return f"{format_rounded_rate(sum(self.rates_bps), 2)} in all"
 
 
 def _sum_bps(ways: Sequence[ProbeTarget]) -> int:

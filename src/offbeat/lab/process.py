@@ -1,118 +1,113 @@
-"""Client of the supervisor process of a lab: start, requests and end."""
+"""Interpreters of the lab: how they start, and requests to the one that holds the network."""
 
-import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from offbeat.lab.control_channel import Channel
+from offbeat.lab.channel import Channel
 from offbeat.lab.errors import LabError
 
 _CLOSE_LIMIT_S = 15.0
 
-# Create the packages without their __init__, which may import torch (seconds) or pydantic.
+# Create the packages without their __init__, which may import numpy (threads) or pydantic.
 _BOOT = """
-import json, sys, types
-boot = json.loads(sys.argv[1])
-sys.path[:] = boot["path"]
-for name, folder in boot["packages"]:
-    module = sys.modules[name] = types.ModuleType(name)
-    module.__path__ = [folder]
-from offbeat.lab import supervisor
-supervisor.main(*boot["arguments"])
+import sys, types
+sys.path[:] = {path!r}
+for name, folder in {packages!r}:
+    package = sys.modules[name] = types.ModuleType(name)
+    package.__path__ = [folder]
+from {package}.{module} import main
+main(*{arguments!r})
 """
 
 
+def isolated(module: str, *arguments: Any, argv: Sequence[str] = ()) -> list[str]:
+    """Return the command that calls `main` of a module of this package in a small interpreter.
+
+    Args:
+        module: name of the module.
+        arguments: arguments of `main`, as Python literals.
+        argv: further words, which become `sys.argv[1:]`.
+    """
+    here = Path(__file__).resolve().parent
+    code = _BOOT.format(
+        path=[entry or os.getcwd() for entry in sys.path],  # noqa: PTH109 (text wanted)
+        packages=[("offbeat", str(here.parent)), (__package__, str(here))],
+        package=__package__,
+        module=module,
+        arguments=arguments,
+    )
+    return [sys.executable, "-I", "-S", "-c", code, *argv]
+
+
+def require_linux() -> None:
+    """Raise LabError on other systems, which lack namespaces and the end of orphans."""
+    if sys.platform != "linux":
+        raise LabError(f"the lab needs Linux (this is {sys.platform})")
+
+
 class LabProcess:
-    """Running supervisor process. When it or this object's process ends, all ranks end."""
+    """Running process that holds a network. It ends with this object's process."""
 
     def __init__(self) -> None:
-        if sys.platform != "linux":
-            raise LabError(f"the lab needs Linux (this is {sys.platform})")
+        require_linux()
         self._lock = threading.Lock()
-        self._launching = threading.Lock()
         self._requests = 0
-        control, control_there = socket.socketpair()
-        events, events_there = socket.socketpair()
-        self._control = Channel(control)
-        self.events = Channel(events)
-        with control_there, events_there:
-            try:
-                self._process = _start_supervisor(control_there, events_there)
-            except OSError as error:
-                self._control.close()
-                self.events.close()
-                raise LabError(f"cannot start {sys.executable}: {error.strerror}") from error
+        self._channel, there = Channel.pair()
+        try:
+            self._process = subprocess.Popen(
+                isolated("supervisor", there.fileno(), os.getpid()),
+                stdin=subprocess.DEVNULL,
+                pass_fds=[there.fileno()],
+                start_new_session=True,
+            )
+        except OSError as error:
+            self._channel.close()
+            raise LabError(f"cannot start {sys.executable}: {error.strerror}") from error
+        finally:
+            there.close()
 
     @property
     def pid(self) -> int:
-        """Process id of the supervisor."""
+        """Process id."""
         return self._process.pid
 
-    def request(self, do: str, fds: Sequence[int] = (), **arguments: Any) -> Any:
-        """Send one request and wait for its result; raise LabError with the supervisor's message if
-        it fails."""
-        with self._lock:
+    def request(self, name: str, **arguments: Any) -> Any:
+        """Call a method of the network and return its result; raise LabError if it fails."""
+        with self._lock, suppress(OSError, EOFError):  # the process has ended
             self._requests += 1
-            number = self._requests
-            try:
-                self._control.send({"do": do, "id": number, **arguments}, fds)
-                answer = self._receive_answer(number)
-            except (BrokenPipeError, ConnectionResetError):
-                answer = None
-        if answer is None:
-            raise LabError(f"the lab's own process ended unexpectedly ({self._describe_end()})")
-        if "error" in answer:
-            raise LabError(answer["error"])
-        return answer["result"]
+            self._channel.send((self._requests, name, arguments))
+            answer = self._channel.receive()
+            while answer[0] != self._requests:  # of a request that Ctrl-C interrupted
+                answer = self._channel.receive()
+            if isinstance(answer[1], LabError):
+                raise answer[1]
+            return answer[1]
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(1.0)
+        self.require_running()
+        raise LabError("the lab's own process closed its socket")
 
-    @contextmanager
-    def exclusive_launch(self) -> Iterator[None]:
-        """Exclude other launches during the block, because the end of a launch kills all ranks.
-
-        Raises:
-            LabError: another launch is running.
-        """
-        if not self._launching.acquire(blocking=False):
-            raise LabError("this lab is running a launch already; wait, or make a second Lab")
-        try:
-            yield
-        finally:
-            self._launching.release()
+    def require_running(self) -> None:
+        """Raise LabError if the process has ended."""
+        if (code := self._process.poll()) is not None:
+            raise LabError(f"the lab's own process ended unexpectedly ({describe_exit(code)})")
 
     def close(self) -> None:
-        """End all ranks and then the supervisor. Further calls have no effect."""
-        with suppress(OSError):  # the supervisor has already ended
-            self._control.send({"do": "close", "id": 0})
-        self._control.close()
+        """End the process, and with it the network. Further calls have no effect."""
+        with suppress(OSError):  # it has ended, and an interrupted request is left
+            self._channel.close()
         try:
             self._process.wait(_CLOSE_LIMIT_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        self.events.close()
-
-    def _receive_answer(self, number: int) -> dict[str, Any] | None:
-        """Return the answer to request `number`; discard answers to requests interrupted by
-        Ctrl-C."""
-        while (item := self._control.receive()) is not None:
-            if item[0]["id"] == number:
-                return item[0]
-        return None
-
-    def _describe_end(self) -> str:
-        try:
-            code = self._process.wait(1.0)
-        except subprocess.TimeoutExpired:
-            return "it closed its socket"
-        return describe_exit(code)
 
 
 def describe_exit(code: int) -> str:
@@ -123,23 +118,3 @@ def describe_exit(code: int) -> str:
         return f"was killed by {signal.Signals(-code).name}"
     except ValueError:
         return f"was killed by signal {-code}"
-
-
-def _start_supervisor(control: socket.socket, events: socket.socket) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        [sys.executable, "-I", "-S", "-c", _BOOT, _boot_arguments(control, events)],
-        stdin=subprocess.DEVNULL,
-        pass_fds=(control.fileno(), events.fileno()),
-        start_new_session=True,  # only the owner reacts to Ctrl-C in the terminal
-    )
-
-
-def _boot_arguments(control: socket.socket, events: socket.socket) -> str:
-    here = Path(__file__).resolve().parent
-    return json.dumps(
-        {
-            "path": [entry or os.getcwd() for entry in sys.path],  # noqa: PTH109 (text wanted)
-            "packages": [("offbeat", str(here.parent)), (str(__package__), str(here))],
-            "arguments": [control.fileno(), events.fileno(), os.getpid()],
-        }
-    )

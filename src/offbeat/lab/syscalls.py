@@ -24,6 +24,16 @@ def setns(fd: int, kind: int) -> None:
     _call(_libc.setns, fd, kind)
 
 
+def enter_namespace(holder: int, fd: int) -> None:
+    """Move this process into the network namespace of a descriptor of another process, and into
+    that process's user namespace."""
+    net = os.open(f"/proc/{holder}/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+    user = f"/proc/{holder}/ns/user"
+    if not os.path.samefile(user, "/proc/self/ns/user"):  # noqa: PTH121 (pathlib costs its import)
+        setns(os.open(user, os.O_RDONLY | os.O_CLOEXEC), CLONE_NEWUSER)
+    setns(net, CLONE_NEWNET)
+
+
 def set_parent_death_signal(number: int) -> None:
     """Request a signal at the end of the *thread* that started this process."""
     _call(_libc.prctl, _PR_SET_PDEATHSIG, number, 0, 0, 0)

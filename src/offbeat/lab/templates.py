@@ -1,29 +1,22 @@
-"""Conversion of a cluster's description to messages for the supervisor."""
+"""Conversion of a cluster's description to plans of its network."""
 
 from collections.abc import Iterator
-from dataclasses import asdict
 from typing import Any
 
 from offbeat.core.units import parse_loss, parse_rate_bps, parse_time_s
 from offbeat.lab.description import Cluster
 from offbeat.lab.parts import Change, Pair
-from offbeat.lab.switch.link_state import UNSHAPED, ChangePlan, LinkPlan, PairPlan
+from offbeat.lab.switch.link_state import UNSHAPED, ChangePlan, LinkPlan, NetworkPlan, PairPlan
 
 
-def network_message(cluster: Cluster, name: str) -> dict[str, Any]:
+def network_plan(cluster: Cluster) -> NetworkPlan:
     """Return the network to build."""
-    return {
-        "name": name,
-        "hosts": cluster.hosts,
-        "congestion_control": cluster.congestion_control,
-        "inside_bps": parse_rate_bps(cluster.inside),
-        "links": [link_plan(cluster, link.name).to_message() for link in cluster.links],
-    }
-
-
-def change_messages(cluster: Cluster) -> list[dict[str, Any]]:
-    """Return the changes of a launch: one message for each link that a change names."""
-    return [asdict(change) for change in _changes(cluster)]
+    return NetworkPlan(
+        hosts=cluster.hosts,
+        congestion_control=cluster.congestion_control,
+        links=tuple(link_plan(cluster, link.name) for link in cluster.links),
+        inside_bps=parse_rate_bps(cluster.inside),
+    )
 
 
 def link_plan(cluster: Cluster, link: str) -> LinkPlan:
@@ -38,7 +31,7 @@ def link_plan(cluster: Cluster, link: str) -> LinkPlan:
     index = cluster.link_index(link)
     changing = any(
         change.link == index and (change.pair is not None or set(change.values) - {"rate_bps"})
-        for change in _changes(cluster)
+        for change in change_plans(cluster)
     )
     return LinkPlan(
         name=link,
@@ -65,7 +58,8 @@ def _pair_plan(pair: Pair, link: str) -> PairPlan:
     )
 
 
-def _changes(cluster: Cluster) -> Iterator[ChangePlan]:
+def change_plans(cluster: Cluster) -> Iterator[ChangePlan]:
+    """Yield the changes of a launch: one for each link that a change names."""
     for number, change in enumerate(cluster.changes):
         for index, link in enumerate(cluster.links):
             if change.link in (None, link.name):

@@ -37,10 +37,13 @@ class RehearsalObserver(JobObserver):
         forward = session.forward
         self.notes[INPUTS] = 0
 
-        def count(module: Any, *args: Any, **kwargs: Any) -> Any:
-            if module.training and torch.is_grad_enabled():
+        def count(call: Any, *args: Any, **kwargs: Any) -> Any:
+            if (
+                getattr(getattr(call, "__self__", call), "training", True)
+                and torch.is_grad_enabled()
+            ):
                 self.notes[INPUTS] += sum(t.numel() for t in tensors_of((args, kwargs)))
-            return forward(module, *args, **kwargs)
+            return forward(call, *args, **kwargs)
 
         session.forward = count
         RehearsalObserver.last = self

@@ -15,7 +15,7 @@ from offbeat import ADPSGD, DDP, WFBP, LocalSGD
 from offbeat.core.runtime.iteration import MomentTimes, Timestamps
 from offbeat.core.transport.device import CPU
 from offbeat.jobs.meter import Meter, exposed_communication_s, gamma
-from offbeat.jobs.metrics import Metrics, Prometheus, TensorBoard, WandB
+from offbeat.jobs.metrics import Metrics, TensorBoard, WandB
 from offbeat.jobs.replica_sample import SampledElements
 
 NUMBERS = {"loss": 0.5, "bytes_per_iteration/net": 40.0, "bytes_per_iteration/eth1": 2.0}
@@ -142,17 +142,3 @@ def test_weights_and_biases() -> None:
     run = Run()
     WandB(run, prefix="")(NUMBERS, 7)
     assert run.logged == (NUMBERS, 7)
-
-
-def test_prometheus() -> None:
-    client = pytest.importorskip("prometheus_client")
-    registry = client.CollectorRegistry()
-    pass_on = Prometheus(registry)
-    pass_on({"loss": 1.0}, 1)
-    pass_on(NUMBERS, 7)
-    assert registry.get_sample_value("offbeat_loss") == 0.5
-    assert registry.get_sample_value("offbeat_iteration") == 7
-    sent = registry.get_sample_value("offbeat_bytes_per_iteration", {"link": "eth1"})
-    assert sent == 2.0
-    Prometheus(registry)({"loss": 3.0}, 8)  # as for a second model
-    assert registry.get_sample_value("offbeat_loss") == 3.0

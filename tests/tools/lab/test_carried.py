@@ -62,8 +62,7 @@ def test_what_cannot_be_carried_is_refused_and_little_is_not_measured():
     with Lab(Cluster.simple(3, "20mbit")) as lab:
         assert lab.verify() is None
         ways = ring_ways(lab.cluster)
-        messages = [way.message() for way in ways]
-        rates_bps = lab.process.request("flood", ways=messages, limit_s=0.3)
+        rates_bps = lab.process.request("flood", ways=ways, limit_s=0.3)
         # Never faster than the rate, apart from bursts, and all of them at once.
         assert all(1e6 < rate_bps < 1.25 * 20e6 for rate_bps in rates_bps)
         assert len(rates_bps) == 3

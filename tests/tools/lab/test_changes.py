@@ -2,13 +2,12 @@
 
 import pytest
 
-from offbeat.lab import Change, Cluster, HostOverride, Link, Pair
+from offbeat.lab import Change, Cluster, HostOverride, Lab, Link, NoLab, Pair
 from offbeat.lab.description import Way
-from offbeat.lab.probe import rate_bps
+from offbeat.lab.probe import settled_rate_bps
 from offbeat.lab.probe_report import MOST_WAYS, ProbeResult, ProbeTarget, probe_targets
-from offbeat.lab.supervisor import Schedule
-from offbeat.lab.switch.link_state import ChangePlan, LinkPlan, PairPlan
-from offbeat.lab.templates import change_messages, link_plan
+from offbeat.lab.switch.link_state import LinkPlan, PairPlan
+from offbeat.lab.templates import change_plans, link_plan
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -30,7 +29,6 @@ def test_the_plan_of_a_link_has_what_hosts_and_pairs_say():
     assert plan.pairs == (PairPlan((0, 2), loss=0.01),)
     assert (plan.latency_s(1, 2), plan.latency_s(0, 2)) == plan.latencies_s[1::-1]
     assert (plan.loss(2, 0), plan.loss(1, 0)) == (0.01, 0.0)
-    assert LinkPlan.from_message(plan.to_message()) == plan
 
 
 def test_uplinks_stay_when_rates_change():
@@ -40,7 +38,6 @@ def test_uplinks_stay_when_rates_change():
     )
     assert plan.rates_bps == (10 * MBIT, 4 * MBIT, 10 * MBIT)
     assert [plan.uplink_bps(host) for host in range(3)] == [2 * MBIT, 4 * MBIT, 2 * MBIT]
-    assert LinkPlan.from_message(plan.to_message()) == plan
     assert plan_of(links=(Link(rate="10mbit"),)).uplinks_bps == ()
 
 
@@ -51,14 +48,13 @@ def test_hosts_without_an_uplink_change_in_both_directions():
         overrides=(HostOverride(host=1, uplinks={"net": "2mbit"}),),
     )
     changes = (Change(at=1, rate="5mbit", hosts=(0, 1)),)
-    (message,) = change_messages(Cluster(hosts=3, changes=changes))
-    plan = ChangePlan(**message).apply_to(LinkPlan.from_message(plan.to_message()))
+    (change,) = change_plans(Cluster(hosts=3, changes=changes))
+    plan = change.apply_to(plan)
     assert plan.rates_bps == (5 * MBIT, 5 * MBIT, 10 * MBIT)
     assert [plan.uplink_bps(host) for host in range(3)] == [5 * MBIT, 2 * MBIT, 10 * MBIT]
     plan = plan_of(links=(Link(rate="10mbit", uplink="unlimited"),))
     assert plan.rates_bps == (10 * MBIT,) * 3
     assert [plan.uplink_bps(host) for host in range(3)] == [None] * 3
-    assert LinkPlan.from_message(plan.to_message()) == plan
 
 
 SWITCHED = [
@@ -89,8 +85,8 @@ def test_changes_of_all_hosts_of_some_and_of_a_pair():
         Change(at="4s", latency="1ms", pair=(1, 2)),
     )
     steps = []
-    for message in change_messages(Cluster(hosts=3, changes=changes)):
-        plan = ChangePlan(**message).apply_to(plan)
+    for change in change_plans(Cluster(hosts=3, changes=changes)):
+        plan = change.apply_to(plan)
         steps.append(plan)
     assert steps[0].rates_bps == (5 * MBIT,) * 3
     assert steps[1].rates_bps == (None, 5 * MBIT, None)
@@ -102,25 +98,20 @@ def test_changes_of_all_hosts_of_some_and_of_a_pair():
 def test_a_change_is_of_every_link_unless_it_names_one():
     links = (Link(name="a"), Link(name="b"))
     changes = (Change(at=1, rate="1mbit"), Change(at=2, rate="2mbit", link="b"))
-    messages = change_messages(Cluster(hosts=2, links=links, changes=changes))
-    assert [(m["number"], m["link"], m["at_s"]) for m in messages] == [
+    plans = change_plans(Cluster(hosts=2, links=links, changes=changes))
+    assert [(one.number, one.link, one.at_s) for one in plans] == [
         (0, 0, 1),
         (0, 1, 1),
         (1, 1, 2),
     ]
 
 
-def test_changes_are_due_once_in_order_of_time():
-    early, late, also_late = (
-        ChangePlan(at_s, 0, number=n) for n, at_s in enumerate((1.0, 5.0, 5.0))
-    )
-    schedule = Schedule(100.0, [late, also_late, early])
-    assert (schedule.wait_s(100.0), schedule.pop_due(100.9)) == (1.0, [])
-    assert schedule.pop_due(101.0) == [early]
-    assert schedule.wait_s(103.0) == 2.0
-    assert schedule.pop_due(107.0) == [late, also_late]
-    assert (schedule.wait_s(107.0), schedule.pop_due(200.0)) == (None, [])
-    assert schedule.since_start_s(107.0) == 7.0
+def test_changes_of_a_launch_are_in_order_of_time():
+    """Equal times keep their order."""
+    changes = tuple(Change(at=at, rate="1mbit") for at in ("5s", "1s", "5s"))
+    cluster = Cluster(hosts=2, changes=changes)
+    assert [(one.at_s, one.number) for one in Lab(cluster).changes()] == [(1, 1), (5, 0), (5, 2)]
+    assert NoLab(cluster).changes() == []
 
 
 def test_everything_that_is_asked_is_probed_and_every_host():
@@ -168,6 +159,6 @@ def test_the_rate_is_that_of_the_second_half():
         (0.1, 1_000_000),
         *((0.5 + i / 10, 2_000_000 + i * 125_000) for i in range(6)),
     ]
-    assert rate_bps(points) == pytest.approx(10e6 * 1514 / 1448)
-    assert rate_bps(points[:2]) is None
-    assert rate_bps([(0.0, 0), (0.5, 1000), (1.0, 2000)]) is None
+    assert settled_rate_bps(points, 1 / 2) == pytest.approx(10e6 * 1514 / 1448)
+    assert settled_rate_bps(points[:1], 1 / 2) is None
+    assert settled_rate_bps([(0.0, 0), (0.5, 1000), (1.0, 2000)], 1 / 2) is None

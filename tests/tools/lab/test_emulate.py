@@ -3,14 +3,17 @@
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
 
 from offbeat.core.buckets.layout import specs_of_profile
 from offbeat.core.runtime.model_checks import require_supported
-from offbeat.lab.emulate import EmulatedModel, uniform_profile
-from offbeat.profile import Bucket
+from offbeat.profile import Bucket, Link, Profile
+
+sys.path.insert(0, str(Path(__file__).parents[3] / "examples"))
+from emulated_model import EmulatedModel  # pyright: ignore[reportMissingImports]
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -32,7 +35,8 @@ def passes(model: EmulatedModel, inputs: torch.Tensor, count: int = 1) -> list[t
 
 
 def test_a_profile_names_the_parameters():
-    profile = uniform_profile(3, size_bytes=80)
+    layers = tuple(Bucket(f"layers.{i}", 0.0, 0.0, 80) for i in (2, 1, 0))
+    profile = Profile(layers, (Link("net", 0.0, 8e6),), 4)
     model = EmulatedModel(profile)
     require_supported(model)
     specs = specs_of_profile(model, profile)

@@ -230,8 +230,9 @@ def test_wrong_launches_are_refused(program, tmp_path):
                 launch(lab, words, log_dir=tmp_path, timeout_s=seconds)
 
 
+@pytest.mark.usefixtures("namespaces")
 def test_the_death_of_the_lab_s_own_process_is_an_error(program, tmp_path):
-    with NoLab(Cluster.simple(2)) as lab:
+    with Lab(Cluster.simple(2)) as lab:
         lines: list[str] = []
 
         def on_line(_rank: int, line: str) -> None:
@@ -243,6 +244,20 @@ def test_the_death_of_the_lab_s_own_process_is_an_error(program, tmp_path):
         with pytest.raises(LabError, match="SIGKILL"):
             launch(lab, argv, log_dir=tmp_path, timeout_s=20, on_line=on_line)
         assert eventually(lambda: not any(alive(process) for process in pids_in(lines)))
+
+
+def test_a_rank_ends_with_its_guard(program, tmp_path):
+    pids = []
+
+    def on_line(_rank: int, line: str) -> None:
+        pids.extend(pids_in([line]))
+        os.kill(pids[-1], signal.SIGKILL)
+
+    argv = program("import os, time; print('pids', os.getpid(), os.getppid()); time.sleep(600)")
+    with NoLab(Cluster.simple(1)) as lab:
+        result = launch(lab, argv, log_dir=tmp_path, timeout_s=20, on_line=on_line)
+    assert result.exit_codes == (-signal.SIGKILL,)
+    assert eventually(lambda: not any(map(alive, pids)))
 
 
 # --- nothing left behind -------------------------------------------------------------------------
@@ -277,12 +292,13 @@ def test_nothing_is_left_when_the_owner_ends(owner, number):
     assert eventually(lambda: not namespace_users(inodes))
 
 
+@pytest.mark.usefixtures("namespaces")
 def test_a_run_in_the_background_leaves_ctrl_c_to_others(program, tmp_path):
     """A shell's "&" has SIGINT ignored: the owner goes on at one, its ranks end by one."""
     code = "import os, signal, time; os.kill(os.getpid(), signal.SIGINT); time.sleep(600)"
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        with NoLab(Cluster.simple(1)) as lab:
+        with Lab(Cluster.simple(1)) as lab:
             os.kill(os.getpid(), signal.SIGINT)
             os.kill(lab.process.pid, signal.SIGINT)
             result = launch(lab, program(code), log_dir=tmp_path, timeout_s=20)
@@ -301,8 +317,9 @@ def test_nothing_is_left_after_the_block(program, tmp_path):
     assert not namespace_users(inodes)
 
 
+@pytest.mark.usefixtures("namespaces")
 def test_a_lab_made_by_a_thread_outlives_the_thread(program, tmp_path):
-    lab = NoLab(Cluster.simple(1))
+    lab = Lab(Cluster.simple(1))
     thread = threading.Thread(target=lab.__enter__)
     thread.start()
     thread.join()

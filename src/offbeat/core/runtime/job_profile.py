@@ -144,7 +144,8 @@ class FirstIterations(Observer):
         self.observed = 0
         # Whether the model's layers are emulated by sleeping.
         self._is_emulated = bool(getattr(job.model, "emulated", False))
-        launcher = os.getppid()  # its other ranks are no other programs
+        # the launcher's other ranks are no other programs
+        launcher = int(os.environ.get("OFFBEAT_LAUNCHER", os.getppid()))
         self._load = part("LoadSampler")(launcher)
         self._load.sample()
         self._watched = UsageRecorder()

@@ -23,17 +23,6 @@ class Gate:
     already shaped it, so a second gate of the same rate adds no time.
     """
 
-    __slots__ = (
-        "_burst_s",
-        "_free_s",
-        "_most_bytes",
-        "next_s",
-        "on_leave",
-        "queue",
-        "queued_bytes",
-        "rate_bps",
-    )
-
     def __init__(self, rate_bps: int | None, on_leave: Callable[[float, bytes, int], None]) -> None:
         self._set_limits(rate_bps)
         self.on_leave = on_leave  # callback for a frame that leaves: (time, frame, bytes)
@@ -91,8 +80,6 @@ class Gate:
 
 class _Way:
     """Way from one host to another: loss, the pair's gate, delay."""
-
-    __slots__ = ("gate", "last_s", "latency_s", "loss")
 
     def __init__(self, gate: Gate) -> None:
         self.gate = gate

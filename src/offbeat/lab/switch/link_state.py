@@ -1,13 +1,28 @@
-"""Values of one link: rates, delays and losses of its hosts and pairs of hosts.
+"""Values of a network and its links: rates, delays and losses of hosts and pairs of hosts.
 
 It uses only the standard library, because the supervisor imports it.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 UNSHAPED = 0  # in `LinkPlan.uplinks_bps`
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """Configured values of one host's attachment to a link, or of the way between two hosts.
+
+    Attributes:
+        rate_bps: bits per second, of an attachment in the slower direction; None if unshaped.
+        latency_s: one-way delay in seconds.
+        loss: share of packets that are lost.
+    """
+
+    rate_bps: int | None
+    latency_s: float
+    loss: float
 
 
 @dataclass(frozen=True)
@@ -52,18 +67,6 @@ class LinkPlan:
     pairs: tuple[PairPlan, ...] = ()
     switched: bool = False
     uplinks_bps: tuple[int | None, ...] = ()
-
-    @classmethod
-    def from_message(cls, message: Mapping[str, Any]) -> "LinkPlan":
-        """Return the plan of a message (plain data from JSON)."""
-        pairs = [PairPlan(**{**pair, "hosts": tuple(pair["hosts"])}) for pair in message["pairs"]]
-        names = ("rates_bps", "latencies_s", "losses", "uplinks_bps")
-        rows = {name: tuple(message[name]) for name in names}
-        return cls(**{**message, **rows, "pairs": tuple(pairs)})
-
-    def to_message(self) -> dict[str, Any]:
-        """Return the plan as plain data."""
-        return asdict(self)
 
     @property
     def has_delay_or_loss(self) -> bool:
@@ -134,3 +137,20 @@ class ChangePlan:
             for name, value in self.values.items()
         }
         return replace(plan, **rows)
+
+
+@dataclass(frozen=True)
+class NetworkPlan:
+    """Network to build.
+
+    Attributes:
+        hosts: number of hosts.
+        congestion_control: TCP congestion control; "default" keeps that of the kernel.
+        links: initial values of each link.
+        inside_bps: rate of each host's loopback in bit/s; None for an unshaped one.
+    """
+
+    hosts: int
+    congestion_control: str
+    links: tuple[LinkPlan, ...]
+    inside_bps: int | None = None

@@ -8,7 +8,6 @@ import gc
 import os
 import select
 import signal
-import socket
 import time
 import traceback
 from collections.abc import Mapping, Sequence
@@ -16,7 +15,7 @@ from contextlib import suppress
 from typing import NoReturn
 
 from offbeat.lab import syscalls
-from offbeat.lab.control_channel import Channel
+from offbeat.lab.channel import Channel
 from offbeat.lab.switch.forwarding import Crossbar
 from offbeat.lab.switch.link_state import LinkPlan
 from offbeat.lab.switch.tap import HEADER_BYTES, set_segment_offload, wire_bytes
@@ -32,20 +31,19 @@ class Switch:
     def __init__(self, taps: Mapping[int, Sequence[int]], plans: Mapping[int, LinkPlan]) -> None:
         """Start forwarding between the TAP descriptors of each link's hosts, and close them
         here."""
-        here, there = socket.socketpair()
+        self._control, there = Channel.pair()
         owner = os.getpid()
-        self.pid = os.fork()
-        if self.pid == 0:
+        if os.fork() == 0:
             _run(there, taps, plans, owner)
         there.close()
         for fds in taps.values():
             for fd in fds:
                 os.close(fd)
-        self._control = Channel(here)
 
     def change(self, link: int, plan: LinkPlan) -> None:
         """Apply a new plan of a link; raise BrokenPipeError if the switch has ended."""
-        self._control.send({"link": link, "plan": plan.to_message()})
+        self._control.send((link, plan))
+        self._control.receive()  # one plan at a time: the switch waits for what can be read
 
 
 class _Forwarder:
@@ -69,7 +67,7 @@ class _Forwarder:
         self._ready.register(control.fileno(), select.EPOLLIN)
 
     def serve(self) -> None:
-        """Forward frames until the peer has closed the control channel."""
+        """Forward frames. Never returns: the process ends with the supervisor."""
         while True:
             ready = self._wait_for_frames()
             now_s = time.monotonic()
@@ -78,8 +76,8 @@ class _Forwarder:
             for fd in ready:
                 if fd in self._sources:
                     self._read_frames(fd, now_s)
-                elif not self._apply_plans(now_s):
-                    return
+                else:
+                    self._apply_plan(now_s)
 
     def _wait_for_frames(self) -> list[int]:
         """Wait for readable descriptors, at most until the next event of a crossbar, and return
@@ -108,16 +106,12 @@ class _Forwarder:
             elif to[5] < hosts and to[5] != source:
                 crossbar.forward(now_s, source, to[5], frame, size)
 
-    def _apply_plans(self, now_s: float) -> bool:
-        messages = self._control.receive_ready()
-        if messages is None:
-            return False
-        for message in messages:
-            plan = LinkPlan.from_message(message["plan"])
-            self._crossbars[message["link"]].change(now_s, plan)
-            for fd in self._taps[message["link"]]:
-                set_segment_offload(fd, segments=not plan.has_loss)
-        return True
+    def _apply_plan(self, now_s: float) -> None:
+        link, plan = self._control.receive()
+        self._crossbars[link].change(now_s, plan)
+        for fd in self._taps[link]:
+            set_segment_offload(fd, segments=not plan.has_loss)
+        self._control.send(None)
 
     @staticmethod
     def _writer(fds: Sequence[int]):
@@ -131,15 +125,13 @@ class _Forwarder:
 
 
 def _run(
-    control: socket.socket,
+    control: Channel,
     taps: Mapping[int, Sequence[int]],
     plans: Mapping[int, LinkPlan],
     owner: int,
 ) -> NoReturn:
     """Run the switch in the forked child. Never returns."""
-    code = 1
     try:
-        signal.set_wakeup_fd(-1)
         for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, signal.SIG_DFL)
         # Inherited descriptors need not be closed, as this process never outlives the supervisor.
@@ -147,12 +139,11 @@ def _run(
         if os.getppid() == owner:
             gc.disable()  # frames create no reference cycles
             _raise_priority()
-            _Forwarder(Channel(control), taps, plans).serve()
-        code = 0
+            _Forwarder(control, taps, plans).serve()
     except BaseException:
         os.write(2, traceback.format_exc().encode())
     finally:
-        os._exit(code)
+        os._exit(1)
 
 
 def _raise_priority() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from offbeat.core.profile import Bucket, Link, Profile
+from offbeat.profile import Bucket, Profile
 
 _ELEMENT_BYTES = 4  # float32
 _SAMPLE = 1024  # number of elements of a layer in its loss
@@ -43,7 +43,7 @@ class EmulatedModel(nn.Module):
             raise ValueError(f"slowdown ({slowdown!r}) must be above 0; 1 is the profile's speed")
         buckets = layers.buckets if isinstance(layers, Profile) else tuple(layers)
         if not buckets:
-            raise ValueError("layers ([]) must not be empty; see uniform_profile")
+            raise ValueError("layers ([]) must not be empty")
         clock = _Clock()
         chain = [_Layer(b, len(buckets), slowdown, clock) for b in reversed(buckets)]
         named = [(b.name, layer) for b, layer in zip(reversed(buckets), chain, strict=True)]
@@ -58,34 +58,6 @@ class EmulatedModel(nn.Module):
         for layer in self._chain:
             loss = layer(loss, target)
         return loss
-
-
-def uniform_profile(
-    layers: int = 20,
-    forward_s: float = 0.1,
-    backward_s: float = 0.2,
-    size_bytes: int = 400_000,
-    *,
-    world_size: int = 4,
-    latency_s: float = 0.0,
-    bytes_per_s: float = 8e6,
-) -> Profile:
-    """Return a profile of equal layers and one link.
-
-    Args:
-        layers: number of layers.
-        forward_s: forward seconds of all layers.
-        backward_s: backward seconds of all layers.
-        size_bytes: bytes of each layer.
-        world_size: number of ranks.
-        latency_s: latency of the link in seconds.
-        bytes_per_s: rate of the link.
-    """
-    buckets = tuple(
-        Bucket(f"layers.{i}", forward_s / layers, backward_s / layers, size_bytes)
-        for i in reversed(range(layers))
-    )
-    return Profile(buckets, (Link("net", latency_s, bytes_per_s),), world_size)
 
 
 class _Clock:
