@@ -29,8 +29,7 @@ from typing import Any
 
 import tables
 
-from offbeat.experiments.advice.options import Option, predict_option
-from offbeat.experiments.advice.selection import advise
+from offbeat.experiments.advice.selection import Option, advise, predict_option
 from offbeat.profile import Bucket, CodecSpeed, Link, Profile
 from offbeat.strategies import (
     WFBP,

@@ -41,8 +41,7 @@ from stories_lab import Measured, SmallStory, measure
 
 from offbeat.core.strategy.registry import BASELINE, create
 from offbeat.experiments.advice.methods import Method, of_option, of_strategy
-from offbeat.experiments.advice.options import Option
-from offbeat.experiments.advice.selection import MAX_STALENESS, Advice
+from offbeat.experiments.advice.selection import MAX_STALENESS, Advice, Option
 from offbeat.experiments.advice.verdict import Verdict
 from offbeat.lab.errors import LabError
 

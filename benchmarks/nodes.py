@@ -42,9 +42,8 @@ from offbeat import sim
 from offbeat.core.strategy.parsing import parse
 from offbeat.experiments.advice.methods import full_shards, hybrid_shards
 from offbeat.experiments.advice.place import place_of
-from offbeat.experiments.advice.sharded import hsdp, zero3
+from offbeat.experiments.advice.sharded import hsdp
 from offbeat.lab import Cluster, Lab, launch
-from offbeat.plan import Payload
 from offbeat.profile import Profile
 from offbeat.strategies import DDP
 
@@ -254,9 +253,8 @@ def predict_seconds(label: str, profiles: Mapping[str, Any]) -> float:
     kind, _, text = label.partition(" ")
     replicated = Profile.from_dict(profiles["replicated"])
     if label == "hsdp":
-        # Compute with FSDP's waits, and updates of shards, are measured. On a CPU, FSDP has no
-        # streams, so each message between hosts blocks its backward.
-        return hsdp(Profile.from_dict(profiles["sharded"]).of_replicas(), 1).unhidden_s
+        # Compute with FSDP's waits, and updates of shards, are measured.
+        return hsdp(Profile.from_dict(profiles["sharded"]).of_replicas(), 1).iteration_s
     if label == "ddp":
         return sim.predict(DDP(), replicated).iteration_s
     kind = "sharded" if label == TORCHFT else kind
@@ -304,22 +302,6 @@ def divide(keep: Keep, seeds: int) -> None:
                 keep.run(key, launched, cluster_of(hosts, 1, rate), job)
 
 
-def unhidden_seconds(label: str, profile: Profile) -> float:
-    """Seconds of torch's sharded methods on CPUs, where each message blocks compute.
-
-    gloo's reduce-scatter sends a whole all-reduce.
-    """
-    if label == "hsdp":
-        return hsdp(profile, 1).unhidden_s
-    link = profile.default_link.name
-    payloads = [Payload("grad", range(b, b + 1)) for b in range(len(profile.buckets))]
-    more_s = (
-        profile.message_s(one, link) - profile.message_s(one, link, "reduce_scatter")
-        for one in payloads
-    )
-    return zero3(profile).unhidden_s + sum(more_s)
-
-
 def divided_rows(found: Mapping[str, Any]) -> Iterator[list[Any]]:
     """Yield the rows of `zero3`, each of all seeds of a method, a number of hosts and a rate."""
     for case in dict.fromkeys(key.rpartition(", ")[0] for key in found):
@@ -329,22 +311,17 @@ def divided_rows(found: Mapping[str, Any]) -> Iterator[list[Any]]:
             kind = "flat" if label == "ddp" else "sharded"
             profiles = [Profile.from_dict(run["profiles"][kind]).of_replicas() for run in runs]
             measured = spread([1e3 * run[label]["iteration_s"] for run in runs], 1)
-            advised = None
             if label == "ddp":
                 ms = median(1e3 * sim.predict(DDP(), one).iteration_s for one in profiles)
             else:
                 made = full_shards if label == "zero-3" else hybrid_shards
-                methods = [made(place_of(one, None, None)) for one in profiles]
-                advised = [
-                    round(1e3 * median(getattr(one, name) for one in methods), 1)
-                    for name in ("iteration_s", "low_s", "high_s")
-                ]
-                ms = median(1e3 * unhidden_seconds(label, one) for one in profiles)
+                methods = (made(place_of(one, None, None)) for one in profiles)
+                ms = median(1e3 * one.iteration_s for one in methods)
             passes = 2 if label == "zero-3" else 1
             sent = median(run[label]["between"] for run in runs)
             size = profiles[0].payload_bytes("grad", range(len(profiles[0].buckets)))
             yield [
-                *(label, hosts, rate, measured, advised, round(ms, 1)),
+                *(label, hosts, rate, measured, round(ms, 1)),
                 round(100 * (ms / measured[0] - 1), 1),
                 round(passes * 2 * (hosts - 1) / hosts, 3),
                 round(sent / size, 3),
@@ -386,10 +363,9 @@ def notes(parts: Mapping[str, list[list[Any]]]) -> Iterator[str]:
     yield from NOTES
     if "zero3" in parts:
         yield (
-            "Sharded methods on hosts of one rank: brackets of advice are its range, from all "
-            "messages hidden to none. On CPUs FSDP hides none, and gloo's reduce-scatter sends a "
-            "whole all-reduce, which the column without hiding contains. Compute is that of FSDP "
-            "on one rank."
+            "Sharded methods on hosts of one rank: on CPUs FSDP hides no messages, and gloo's "
+            "reduce-scatter sends a whole all-reduce, as predicted. Compute is that of FSDP on one "
+            "rank."
         )
     errors = [
         100 * (row[4] / row[3][0] - 1)
@@ -434,7 +410,7 @@ COLUMNS: dict[str, tuple[str, str, list[str]]] = {
         "Sharded methods of torch on hosts of one rank, ms per iteration, and bytes of a host",
         "measured",
         [
-            *("method", "hosts", "Mbit/s", "measured", "advice", "without hiding", "error, %"),
+            *("method", "hosts", "Mbit/s", "measured", "predicted", "error, %"),
             *("models sent, computed", "models sent, counted"),
         ],
     ),

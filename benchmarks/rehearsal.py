@@ -1,16 +1,16 @@
 """Rehearsals: time of 32 replicas under eight strategies, and ranking beside measured runs.
 
-    python benchmarks/rehearsal.py speed [--replicas 32] [--iterations 500] [--processes 2]
+    python benchmarks/rehearsal.py speed [--replicas 32] [--iterations 500]
                                          [--strategies NAMES] [--rate 100] [--json FILE]
     python benchmarks/rehearsal.py ranking [--models gpt,digits] [--rate 25] [--steps 200]
                                            [--seeds 0,1,2] [--keep FOLDER] [--minutes M]
                                            [--json FILE]
     python benchmarks/rehearsal.py tables [--speed FILE] [--ranking FILE]
 
-`speed`: the small GPT of `tasks.py`, one strategy per process and `--processes` at the same time:
-seconds of each rehearsal, simulated seconds per iteration, and the loss at the end. The profile is
-measured here, on one core; messages are estimated from the rate. A run of fewer than 500 iterations
-also states the time of 500 iterations, computed from the seconds of its later iterations.
+`speed`: the small GPT of `tasks.py`, one strategy after the other: seconds of each rehearsal,
+simulated seconds per iteration, and the loss at the end. The profile is measured here, on one core;
+messages are estimated from the rate. A run of fewer than 500 iterations also states the time of 500
+iterations, computed from the seconds of its later iterations.
 
 `ranking`: seconds to a loss of seven strategies on 4 emulated hosts, measured by `offbeat compare`
 and rehearsed from the profile of that run, with the same seeds. A pair of strategies agrees if the
@@ -30,12 +30,10 @@ import math
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from functools import partial
 from itertools import combinations
-from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -46,15 +44,15 @@ from targets import measured
 from tasks import GPT, Batch
 
 import offbeat
-from offbeat.experiments.advice.other_networks import described_link, on_links
 from offbeat.experiments.compare import compare
 from offbeat.experiments.comparison import Comparison, Contestant, Setup
+from offbeat.experiments.elsewhere import described_link, on_links
 from offbeat.experiments.record.run_directory import load
 from offbeat.experiments.report.losses import target_loss
 from offbeat.experiments.report.summary import summarize
 from offbeat.lab import Cluster
 from offbeat.profile import Profile
-from offbeat.rehearsal.command import ScriptRehearsal, rehearse_script
+from offbeat.rehearsal.command import rehearse_script
 from offbeat.strategies import (
     DDP,
     DeAR,
@@ -104,20 +102,13 @@ def gpt_loss(model: Any, batch: Batch) -> Any:
 def rehearsed_speed(options: argparse.Namespace) -> dict[str, Any]:
     """Seconds of the rehearsal of each strategy, and their curves."""
     here = Profile.from_dict(measured(GPT))
+    torch.distributed.destroy_process_group()  # otherwise this process cannot be forked
     profile = on_links(
         here, options.replicas, [described_link("net", options.replicas, 1e6 * options.rate)]
     )
     names = options.strategies.split(",")
     began_s = time.perf_counter()
-    # Processes are spawned, because threads of OpenMP do not survive a fork.
-    with ProcessPoolExecutor(options.processes, get_context("spawn")) as pool:
-        work = partial(
-            timed_rehearsal,
-            profile=profile.to_dict(),
-            replicas=options.replicas,
-            iterations=options.iterations,
-        )
-        rows = dict(zip(names, pool.map(work, names), strict=True))
+    rows = {name: timed_rehearsal(name, profile, options.iterations) for name in names}
     minutes = (time.perf_counter() - began_s) / 60
     print(f"\n{'strategy':24s} seconds  s per iteration: rehearsal  simulated    loss")
     for name, row in rows.items():
@@ -127,37 +118,33 @@ def rehearsed_speed(options: argparse.Namespace) -> dict[str, Any]:
         )
     print(
         f"{len(rows)} strategies, {options.replicas} replicas, {options.iterations} iterations: "
-        f"{minutes:.1f} minutes with {options.processes} processes (measured)"
+        f"{minutes:.1f} minutes (measured)"
     )
     result = {
         "replicas": options.replicas,
         "iterations": options.iterations,
-        "processes": options.processes,
         "minutes": minutes,
         "strategies": rows,
     }
     if options.iterations < ITERATIONS:
         more = ITERATIONS - options.iterations
         each_s = [row["seconds"] + more * row["later_iteration_s"] for row in rows.values()]
-        computed = makespan(each_s, options.processes) / 60
+        computed = sum(each_s) / 60
         print(f"{ITERATIONS} iterations: {computed:.1f} minutes (computed, not measured)")
         result["computed_minutes"] = {str(ITERATIONS): computed}
     return result
 
 
-def timed_rehearsal(
-    name: str, *, profile: dict[str, Any], replicas: int, iterations: int
-) -> dict[str, Any]:
-    """Seconds of one rehearsal in this process, and the end of its curve."""
-    torch.set_num_threads(1)
+def timed_rehearsal(name: str, profile: Profile, iterations: int) -> dict[str, Any]:
+    """Seconds of one rehearsal, and the end of its curve."""
     ends_s: list[float] = []
     began_s = time.perf_counter()
     [curve] = offbeat.rehearse(
         GPT.model,
         GPT.optimizer,
-        partial(batches, ranks=replicas),
+        partial(batches, ranks=profile.world_size),
         STRATEGIES[name],
-        Profile.from_dict(profile),
+        profile,
         iterations=iterations,
         loss=gpt_loss,
         jitter=0.1,
@@ -172,14 +159,6 @@ def timed_rehearsal(
         "simulated_iteration_s": curve.iteration_s,
         "loss": curve.losses[-1],
     }
-
-
-def makespan(each_s: Sequence[float], processes: int) -> float:
-    """Seconds until all pieces of work are done that idle processes take in turn."""
-    busy_s = [0.0] * processes
-    for seconds in each_s:
-        busy_s[busy_s.index(min(busy_s))] += seconds
-    return max(busy_s)
 
 
 # ---- ranking --------------------------------------------------------------------------------
@@ -218,14 +197,15 @@ def ranking(model: str, options: argparse.Namespace) -> dict[str, Any] | None:
     target = target_loss(run)
     if target is None:
         sys.exit(f"{model}: no loss is a target; train longer with --steps")
-    rehearsal = ScriptRehearsal(
+    found, _ = rehearse_script(
         script,
         contestants,
         Profile.load(run_dir / "profile.json"),
+        rehearsed_dir,
         seeds=seeds,
         target_loss=target,
+        resume=(rehearsed_dir / "run.json").exists(),
     )
-    found = rehearse_script(rehearsal, rehearsed_dir, resume=(rehearsed_dir / "run.json").exists())
     if found.failures:
         sys.exit("; ".join(found.failures))
     if found.interrupted:
@@ -317,7 +297,7 @@ def result(speed: Mapping[str, Any], rankings: Mapping[str, Any]) -> dict[str, A
     ]
     return {
         "title": "Rehearsals: seconds, and ranking beside measured runs",
-        "what": "All replicas train in one process per strategy, under the sessions of a real job. "
+        "what": "All replicas train on this machine, as the forked ranks of a job. "
         f"The ranking is by seconds to a loss on {HOSTS} emulated hosts, whose profile the "
         "rehearsal has, with the same seeds.",
         "how": ["measured", "emulated", "simulated"],
@@ -337,7 +317,7 @@ def speed_tables(speed: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         return
     title = (
         f"{speed['replicas']} replicas of the small GPT, {speed['iterations']} iterations: "
-        f"{speed['minutes']:.1f} minutes with {speed['processes']} processes"
+        f"{speed['minutes']:.1f} minutes"
     )
     for iterations, minutes in speed.get("computed_minutes", {}).items():
         title += f"; {minutes:.1f} minutes for {iterations} iterations, computed"
@@ -411,7 +391,6 @@ def main() -> None:
     parser.add_argument("part", choices=(*PARTS, "tables"))
     parser.add_argument("--replicas", type=int, default=32)
     parser.add_argument("--iterations", type=int, default=ITERATIONS)
-    parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--strategies", default=",".join(STRATEGIES))
     parser.add_argument("--models", default="gpt,digits")
     parser.add_argument("--rate", type=float, default=None, help="Mbit/s")

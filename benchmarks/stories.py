@@ -25,12 +25,11 @@ from tables import save
 from offbeat.cli import app
 from offbeat.cli.entry import mark_script
 from offbeat.experiments.advice.methods import ESTIMATED
-from offbeat.experiments.advice.other_networks import described_link, on_links
 from offbeat.experiments.advice.question import Answer, Question, answer
 from offbeat.experiments.advice.selection import MAX_STALENESS
-from offbeat.experiments.advice.verdict import rate
+from offbeat.experiments.advice.verdict import Work, rate
 from offbeat.experiments.advice.verdict_text import least_rate
-from offbeat.experiments.advice.work import Work
+from offbeat.experiments.elsewhere import described_link, on_links
 from offbeat.plan import Payload
 from offbeat.profile import Bucket, Link, Profile
 from offbeat.sim import predict
@@ -45,7 +44,7 @@ MIXED_BYTES = 12  # the same, and float32 parameters beside those of bf16
 def profile_of(
     layers: Sequence[tuple[str, int]], compute_s: float, element_bytes: int, state_bytes: int
 ) -> Profile:
-    """Return a profile of one device.
+    """Return a profile of one GPU.
 
     Args:
         layers: name and number of parameters of each bucket, from the output to the input.
@@ -64,7 +63,7 @@ def profile_of(
         )
         for name, count in layers
     )
-    return Profile(buckets, (Link("net", 0.0, 1e12),), 1)
+    return Profile(buckets, (Link("net", 0.0, 1e12),), 1, device="cuda")
 
 
 def llama_7b() -> Profile:
@@ -310,7 +309,7 @@ def verdict_rows(story: Story, found: Answer) -> Iterator[list[Any]]:
     for row in verdict.rows:
         assert row.seconds is not None
         assert row.range_s is not None
-        needed = row.rates_bps.get(0.9)
+        needed = row.rate_bps
         yield [
             story.name,
             f"{row.method.label}{' (taken)' if row is verdict.best else ''}",
@@ -324,7 +323,7 @@ def verdict_rows(story: Story, found: Answer) -> Iterator[list[Any]]:
 
 def sentence_of(found: Answer) -> str:
     """Return the first sentences of the text."""
-    text = " ".join(found.text(1000, verbose=False).partition("\n\n")[0].split())
+    text = " ".join(found.text(1000).partition("\n\n")[0].split())
     return text.partition(" warning:")[0]
 
 
@@ -340,7 +339,7 @@ def main() -> None:
             if story.cluster is not None:
                 (FOLDER / f"{story.name}.toml").write_text(story.cluster)
         found = answer_of(story)
-        print(f"$ {story.command}\n{found.text(80, verbose=False)}\n", flush=True)
+        print(f"$ {story.command}\n{found.text(80)}\n", flush=True)
         verdicts += verdict_rows(story, found)
         sentences.append([story.name, story.question, story.trackers, f"`{story.command}`"])
         sentences[-1].append(sentence_of(found))

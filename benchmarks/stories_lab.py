@@ -33,8 +33,7 @@ from offbeat.core.strategy.registry import BASELINE, create
 from offbeat.experiments.advice.methods import ALONE, Method, of_strategy, one_machine
 from offbeat.experiments.advice.place import place_of, place_on_cluster
 from offbeat.experiments.advice.selection import MAX_STALENESS
-from offbeat.experiments.advice.verdict import Verdict, decide, predict_methods
-from offbeat.experiments.advice.work import Work
+from offbeat.experiments.advice.verdict import Verdict, Work, decide, predict_methods
 from offbeat.experiments.compare import compare
 from offbeat.experiments.comparison import Comparison, Contestant, Setup
 from offbeat.experiments.launcher import measure_profile
@@ -115,7 +114,7 @@ def profile_of(story: SmallStory, folder: Path) -> Profile:
 def verdict_of(story: SmallStory, profile: Profile) -> Verdict:
     """Return the verdict for the hosts of a profile."""
     place = place_of(profile, None, None)
-    return decide(predict_methods(place, max_staleness=story.max_staleness), Work.of(), shares=())
+    return decide(predict_methods(place, max_staleness=story.max_staleness), Work.of())
 
 
 def methods_of(verdict: Verdict) -> list[Method]:

@@ -4,6 +4,7 @@ import gc
 import os
 import sys
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -56,6 +57,15 @@ def own_group() -> Iterator[None]:
     """Default process group of a test that calls `offbeat.prepare` in this process."""
     yield
     destroy_group()
+
+
+@pytest.fixture
+def forked_rehearsals(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks of rehearsals, forked by a fork of a process that has imported torch already."""
+    from harness.commands import PipedPython
+
+    own = SimpleNamespace(Popen=PipedPython, PIPE=-1)
+    monkeypatch.setattr("offbeat.rehearsal.command.subprocess", own)
 
 
 @pytest.fixture

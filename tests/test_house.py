@@ -300,7 +300,7 @@ def test_an_iteration_is_read_in_no_more_files_and_frames() -> None:
 
 LISTENING = {"open_listener", "create_server", "start_http_server", "TCPStore"}
 LISTENERS = {  # modules whose sockets others can reach, with the first words of their row
-    "offbeat.check.connections": "`offbeat check`",
+    "offbeat.check.command": "`offbeat check`",
     "offbeat.elastic.feed": "optimizer's state for a joining member",
     "offbeat.elastic.presence": "presence of a member",
     "offbeat.elastic.members": "torch's store",

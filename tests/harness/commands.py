@@ -39,6 +39,7 @@ class ForkedPython:
         stderr: Any = None,
         env: Mapping[str, str] | None = None,
         *,
+        stdin: Any = None,
         text: bool = True,
         cwd: Path | None = None,
         start_new_session: bool = False,
@@ -50,7 +51,7 @@ class ForkedPython:
         first, *rest = map(str, args)
         assert (first, text) == (sys.executable, True), args
         self._pipes = {}
-        files = {}
+        files = {} if stdin is None else {0: _Descriptor(stdin.fileno())}
         for number, file in ((1, stdout), (2, stdout if stderr is subprocess.STDOUT else stderr)):
             if file is subprocess.PIPE:
                 file = self._pipes[number] = tempfile.TemporaryFile("w+")  # noqa: SIM115
@@ -89,6 +90,25 @@ class ForkedPython:
                 pipe.seek(0)
                 texts[number] = pipe.read()
         return texts.get(1, ""), texts.get(2, "")
+
+
+class PipedPython(ForkedPython):
+    """`python -P -m MODULE` with pipes for stdin and stdout."""
+
+    def __init__(self, args: Sequence[Any], *, env: Mapping[str, str], **_: Any) -> None:
+        (there_in, here_in), (here_out, there_out) = os.pipe(), os.pipe()
+        self.stdin, self.stdout = os.fdopen(here_in, "w"), os.fdopen(here_out)
+        how: dict[str, Any] = {"env": env, "start_new_session": True}
+        with os.fdopen(there_in) as stdin, os.fdopen(there_out, "w") as stdout:
+            super().__init__([args[0], *args[2:]], stdout, stdin=stdin, **how)
+
+    def __enter__(self) -> PipedPython:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stdin.close()
+        self.wait()
+        self.stdout.close()
 
 
 def launch_forks(

@@ -26,7 +26,6 @@ from cases import strategy_lists, workers  # noqa: E402, F401
 from harness import commands  # noqa: E402, F401
 from offbeat.core.runtime import flat_session, prepare  # noqa: E402, F401
 from offbeat.core.sim import prediction  # noqa: E402, F401
-from offbeat.experiments.record import recorder  # noqa: E402, F401
 from offbeat.gossip import session as gossip_session  # noqa: E402, F401
 from offbeat.jobs import observer, stopping  # noqa: E402, F401
 from offbeat.server import session as server_session  # noqa: E402, F401

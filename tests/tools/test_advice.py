@@ -17,8 +17,7 @@ from offbeat.core.guards.suitable_strategy import strategy_that_runs
 from offbeat.core.sim.trace import Trace
 from offbeat.core.strategy.parsing import parse, text_of
 from offbeat.core.strategy.registry import BUILT_IN, find, module_names
-from offbeat.experiments.advice.options import CHANGES, predict_option
-from offbeat.experiments.advice.selection import advise, candidates
+from offbeat.experiments.advice.selection import CHANGES, advise, candidates, predict_option
 from offbeat.profile import Bucket, CodecSpeed, Link, Profile, ScriptUsage
 from offbeat.sim import predict
 from offbeat.strategies import DDP, P3, WFBP, Cyclic, DeFT, DreamDDP, FedAvg, LocalSGD, create

@@ -7,12 +7,9 @@ from dataclasses import replace
 import pytest
 
 from offbeat.cli import main
-from offbeat.core.profile.elsewhere import (
-    PAYLOAD,
-    extrapolate,
-)
+from offbeat.core.profile.elsewhere import PAYLOAD, extrapolate
 from offbeat.elastic.profile import for_members, with_slower_replicas
-from offbeat.experiments.advice.other_networks import with_nodes, with_slower_links
+from offbeat.experiments.elsewhere import with_nodes, with_slower_links
 from offbeat.plan import Payload
 from offbeat.profile import Bucket, GradientNoise, Link, Profile
 
@@ -225,7 +222,7 @@ def test_more_shards_are_smaller_and_share_the_link():
     ("profile", "per_node", "words"),
     [
         (PROFILE, 2, "--inside 10gbit"),
-        (replace(NODES, topology=(2, 2, 2, 3)), 4, "must be equal numbers of ranks"),
+        (replace(NODES, topology=(2, 2, 2, 3)), 4, "must be equal"),
         (replace(NODES, inside=None, sharded=True), 1, "must be at least 2"),
     ],
 )

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from offbeat.cli import entry as cli
-from offbeat.experiments.advice.options import CHANGES
+from offbeat.experiments.advice.selection import CHANGES
 from offbeat.experiments.record.run_directory import read_record
 from offbeat.profile import Bucket, Link, Profile
 
@@ -148,12 +148,12 @@ def test_needed_rates_reach_their_share_of_compute_and_lower_ones_do_not(
 ) -> None:
     profile, compute_s = str(found["folder"] / "p.json"), profile_of().compute_s
     for label in ("ddp", found["best"]):
-        ((share, rate_bps),) = found["rows"][label]["rates_bps"].items()
+        rate_bps = found["rows"][label]["rate_bps"]
         shares = [
             compute_s / simulate(label, "--rate", f"{times * rate_bps:.3f}bit", profile=profile)
             for times in (1.0, 1 / 1.15)
         ]
-        assert shares[0] * 1.001 >= float(share) > shares[1], label
+        assert shares[0] * 1.001 >= 0.9 > shares[1], label
 
 
 @pytest.mark.usefixtures("here")
@@ -250,7 +250,7 @@ def test_slow_hosts_of_a_cluster_file_delay_the_others(here: Path) -> None:
         ("", "--profile p.json", True),
         ("--hosts 3 --rate 20mbit", "--hosts 3 --rate 20mbit", True),
         ("--per-node 2", "--per-node 2", False),
-        ("--cluster plain.toml --device-speed .035s", "--device-speed .035s", True),
+        ("--cluster plain.toml --device-speed .035s", "--device-speed 0.035s", True),
         ("--cluster delayed.toml", "--cluster delayed.toml", False),
         ("--cluster nodes.toml", "--cluster nodes.toml", False),
     ],
@@ -269,6 +269,27 @@ def test_the_command_compares_for_the_same_machines(
     assert command[command.index("--strategies") + 1] == ",".join(verdict["compared"])
     assert cli.main([*command[1:-1], "missing.py"]) == 2
     assert "missing.py" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize(
+    ("changes", "argv"),
+    [
+        ({"asked_rate_bps": 2e7, "asked_latency_s": 0.02}, ""),
+        ({"name": "lan"}, ""),
+        ({"bytes_per_s": 1e10}, ""),  # more than the lab can have
+        ({}, "--hosts 1000"),
+    ],
+)
+def test_no_command_names_a_cluster_file_that_is_not_given(
+    changes: dict[str, Any], argv: str
+) -> None:
+    """Nor other machines: those that `--hosts` and `--rate` cannot describe have no command."""
+    profile = profile_of(2)
+    replace(profile, links=(replace(profile.links[0], **changes),)).save("p.json")
+    options = ["--profile", "p.json", "--max-staleness", "0", *argv.split()]
+    assert advise(*options)["command"] is None
+    assert "train.py" not in text_of(*options)
 
 
 # option or relation, and the parameter that its refusal names
@@ -361,6 +382,7 @@ def iterations_to(losses: list[float], target: float) -> int:
 
 
 @pytest.mark.timeout(300)  # a rehearsal of each method and seed
+@pytest.mark.usefixtures("forked_rehearsals")
 def test_rehearsed_losses_decide(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Times are those of the rehearsed iterations, and the spread over seeds widens the range."""
     optimizer = "torch.optim.SGD(model.parameters(), 0.05)"

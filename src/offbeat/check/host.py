@@ -9,8 +9,6 @@ import sys
 from collections.abc import Mapping
 from importlib import metadata
 
-import torch
-
 from offbeat import __version__
 from offbeat.core.measuring.processors import processors
 from offbeat.core.transport.interfaces import ipv4_of
@@ -25,7 +23,6 @@ SECRET = "SECRET"  # in the name of a variable whose value is not shown
 
 def host_lines() -> list[str]:
     """Return what a report of a fault needs, without secrets."""
-    gpus = sorted({torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())})
     facts: dict[str, dict[str, object]] = {
         "versions": {
             "python": platform.python_version(),
@@ -36,8 +33,7 @@ def host_lines() -> list[str]:
             "system": f"{platform.system()} {platform.release()}",
             "machine": platform.machine(),
             "processors": processors(),
-            "threads of torch": torch.get_num_threads(),
-            "accelerators": f"{torch.cuda.device_count()} ({', '.join(gpus)})" if gpus else "none",
+            **_torch_facts(),
         },
         # of the network interfaces, which a link can name
         "interfaces": {n: ipv4_of(n) or "no IPv4 address" for _, n in socket.if_nameindex()},
@@ -50,6 +46,19 @@ def host_lines() -> list[str]:
         lines.append(title)
         lines += [f"  {name:<22} {value}" for name, value in entries.items()] or ["  none"]
     return lines
+
+
+def _torch_facts() -> dict[str, object]:
+    try:
+        import torch
+    except ImportError:  # it is installed apart, as planning needs none
+        return {}
+    count = torch.cuda.device_count()
+    gpus = sorted({torch.cuda.get_device_name(i) for i in range(count)})
+    return {
+        "threads of torch": torch.get_num_threads(),
+        "accelerators": f"{count} ({', '.join(gpus)})" if gpus else "none",
+    }
 
 
 def _version(package: str) -> str:

@@ -34,7 +34,7 @@ def answer_with_losses(
 ) -> tuple[Answer | None, int]:
     """Rehearse the methods of a question and return the answer, and the exit code without one.
 
-    `settings` are further arguments of `ScriptRehearsal`, `resumed` the folder of an interrupted
+    `settings` are further arguments of `rehearse_script`, `resumed` the folder of an interrupted
     rehearsal.
     """
     from offbeat.experiments.new_run import default_run_dir
@@ -65,7 +65,7 @@ def answer_with_losses(
 
 
 def profile_here(
-    script: str, args: Sequence[str], given: Path | None, resume: Path | None, *, stderr: bool
+    script: Sequence[str], given: Path | None, resume: Path | None, *, stderr: bool
 ) -> tuple[Profile | None, int]:
     """Return the given profile, that of an interrupted rehearsal, or the newly measured one of a
     script on one device; without one the exit code."""
@@ -73,8 +73,10 @@ def profile_here(
         from offbeat.rehearsal.command import measured_profile
 
         return measured_profile(resume), 0
-    setup = Where(hosts=1, lab="none", pace="none").setup(script, args)
-    with open_profile(setup, given, stderr=stderr) as (path, outcome):
+    if given is not None:
+        return texts.load_profile(given), 0
+    setup = Where(hosts=1, lab="none", pace="none").setup(*script)
+    with open_profile(setup, None, stderr=stderr) as (path, outcome):
         if path is None:
             return None, exit_code(outcome, "no profile was written")
         return texts.load_profile(path), 0

@@ -11,7 +11,7 @@ from cyclopts import Parameter
 
 from offbeat.cli import texts
 from offbeat.cli.entry import MODULE, app
-from offbeat.cli.options import RESULT, WHERE, Count, Result, Where, number, require_one_folder
+from offbeat.cli.options import OUTPUT, WHERE, Count, RunOutput, Where, number, require_one_folder
 from offbeat.cli.output import exit_code, print_result, show_run
 from offbeat.core.profile import Profile
 
@@ -39,7 +39,7 @@ def run(
     checkpoint: Path | None = None,
     every: Count = None,
     resume: bool = False,
-    result: Result = RESULT,
+    output: RunOutput = OUTPUT,
 ) -> int:
     """Run a script in the lab under one strategy.
 
@@ -65,8 +65,8 @@ def run(
         chosen = (Contestant(strategy, texts.strategy(strategy, set_)),)
     elif set_:
         raise ValueError(f"setting ({set_[0]}) needs --strategy NAME, which has it")
-    comparison = Comparison(where.setup(script, args), chosen, profile=profile, keeping=keeping)
-    return _compare(comparison, result)
+    comparison = Comparison(where.setup(script, *args), chosen, profile=profile, keeping=keeping)
+    return _compare(comparison, output)
 
 
 @app.command
@@ -116,7 +116,7 @@ def compare(
     device_speed: str | None = None,
     where: Where = WHERE,
     resume: Path | None = None,
-    result: Result = RESULT,
+    output: RunOutput = OUTPUT,
 ) -> int:
     """Run a script under several strategies in the same lab, in turns, and report.
 
@@ -141,8 +141,8 @@ def compare(
 
     device, given = texts.parse_device(device_speed), texts.parse_seeds(seeds, repeat, where.seed)
     metric, target_loss = texts.parse_target(target)
-    require_one_folder(result.out, resume)
-    setup = where.setup(script, args)
+    require_one_folder(output.out, resume)
+    setup = where.setup(script, *args)
     compared = partial(
         Comparison,
         setup,
@@ -153,7 +153,7 @@ def compare(
         given_seeds=given,
         target=metric,
     )
-    shown = partial(_compare, result=replace(result, out=resume or result.out), resume=bool(resume))
+    shown = partial(_compare, output=replace(output, out=resume or output.out), resume=bool(resume))
     if strategies.partition(":")[0] != ADVISED:
         chosen = texts.with_arguments(texts.contestants(strategies, set_ or []), args_of)
         return shown(compared(chosen, profile=profile))
@@ -161,7 +161,7 @@ def compare(
 
     if resume is not None and profile is None and (resume / "profile.json").exists():
         profile = resume / "profile.json"
-    with advising.open_profile(setup, profile, stderr=result.json_) as (path, outcome):
+    with advising.open_profile(setup, profile, stderr=output.json_) as (path, outcome):
         if path is None:
             return exit_code(outcome, "no profile was written")
         facts = given_profile(setup, path).profile
@@ -176,7 +176,7 @@ def demo(
     rate: str = "25mbit",
     iterations: Annotated[int, number(DEMO_LEAST)] = 24,
     lab: Literal["auto", "none"] = "auto",
-    result: Result = RESULT,
+    output: RunOutput = OUTPUT,
 ) -> int:
     """Compare three strategies on a small GPT and four emulated hosts, in a few minutes.
 
@@ -191,13 +191,13 @@ def demo(
     from offbeat.experiments.comparison import Comparison
 
     where = Where(hosts=hosts, rate=rate, lab=lab)
-    setup = where.setup(MODULE, (DEMO, "--iterations", str(iterations)))
+    setup = where.setup(MODULE, DEMO, "--iterations", str(iterations))
     chosen = texts.contestants(DEMO_STRATEGIES, [])
-    if not result.json_:
+    if not output.json_:
         print(f"a small GPT trains for {iterations} iterations under each of {DEMO_STRATEGIES}")
         minutes = hosts * (DEMO_HOST_S + DEMO_ITERATION_S * iterations) / 60
         print(f"this takes about {minutes:.0f} minutes on two free processors", flush=True)
-    return _compare(Comparison(setup, chosen), result, name="demo")
+    return _compare(Comparison(setup, chosen), output, name="demo")
 
 
 @app.command
@@ -222,14 +222,14 @@ def profile(
     from offbeat.experiments.launcher import measure_profile
     from offbeat.experiments.progress import Progress
 
-    outcome = measure_profile(where.setup(script, args), out, Progress(stderr=json_))
+    outcome = measure_profile(where.setup(script, *args), out, Progress(stderr=json_))
     if outcome.measured:
         print_result(json_, Profile.load(out).to_dict(), f"measured: {out}")
     return exit_code(outcome, "no profile was written")
 
 
 def _compare(
-    comparison: Comparison, result: Result, *, name: str | None = None, resume: bool = False
+    comparison: Comparison, output: RunOutput, *, name: str | None = None, resume: bool = False
 ) -> int:
     """Run a comparison, print its result and return the exit code.
 
@@ -241,10 +241,10 @@ def _compare(
     from offbeat.experiments.progress import Progress
     from offbeat.experiments.script import script_name
 
-    run_dir = result.out or default_run_dir(name or script_name(comparison.setup.script))
-    outcome = comparing.compare(comparison, run_dir, Progress(stderr=result.json_), resume=resume)
+    run_dir = output.out or default_run_dir(name or script_name(comparison.setup.script))
+    outcome = comparing.compare(comparison, run_dir, Progress(stderr=output.json_), resume=resume)
     logs = comparing.logs_of(comparison, run_dir)
-    show_run(run_dir, outcome.report, result.json_, result.verbose, logs, sentence_last=bool(name))
+    show_run(run_dir, outcome.report, output.json_, output.verbose, logs, sentence_last=bool(name))
     kept = "what was measured is" if outcome.measured else "nothing was measured, the logs are"
     several = len(comparison.contestants or ()) > 1 and name is None
     kept = f"{kept} in {run_dir}" + f"; --resume {run_dir} completes it" * several

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -38,7 +38,7 @@ Seconds = Annotated[float, read(parse_duration_s)]
 
 @Parameter(name="*")
 @dataclass(frozen=True)
-class Result:
+class RunOutput:
     """Options of all commands whose result is a run.
 
     Attributes:
@@ -89,14 +89,14 @@ class Where:
     pace: str | None = None
     min_bucket: Count = None
 
-    def setup(self, script: str, args: Sequence[str]) -> Setup:
+    def setup(self, *script: str) -> Setup:
         """Return the setup of a script."""
         from offbeat.experiments.comparison import NO_LIMIT_S, Setup
 
         cluster = self.cluster_with_servers()
         texts.set_secret(self.secret)
         return Setup(
-            script=(script, *args),
+            script=script,
             cluster=cluster,
             shaped=self.lab == "auto",
             seed=self.seed,
@@ -150,7 +150,7 @@ class Rehearsing:
     resume: Path | None = None
 
     def settings(self, iterations: int | None) -> dict[str, Any]:
-        """Return the arguments of `ScriptRehearsal` that the options describe."""
+        """Return the arguments of `rehearse_script` that the options describe."""
         metric, target_loss = texts.parse_target(self.target)
         if metric is not None:
             raise ValueError(
@@ -163,7 +163,7 @@ class Rehearsing:
         }
 
 
-RESULT, WHERE, REHEARSING = Result(), Where(), Rehearsing()
+OUTPUT, WHERE, REHEARSING = RunOutput(), Where(), Rehearsing()
 
 
 def require_one_folder(out: Path | None, resume: Path | None) -> None:

@@ -212,7 +212,7 @@ def advise(
     from offbeat.cli import advise as advising
     from offbeat.experiments.advice.place import require_network
     from offbeat.experiments.advice.question import Question, answer
-    from offbeat.experiments.advice.work import Work
+    from offbeat.experiments.advice.verdict import Work
 
     _require_advice_options(script, profile, rehearse, how, (samples, batch, passes))
     question = Question(
@@ -223,7 +223,6 @@ def advise(
         cluster=cluster,
         max_staleness=max_staleness,
         device=texts.parse_device(device_speed),
-        device_text=device_speed,
         device_memory=device_memory,
         price=price,
         jitter=how.jitter,
@@ -236,11 +235,7 @@ def advise(
     settings = how.settings(None if iterations is None else round(iterations)) if rehearse else {}
     if profile is None and cluster is None:  # before a script is measured for minutes
         require_network(hosts, parse_given_rate_bps(rate))
-    facts, code = None, 0
-    if script is not None:
-        facts, code = advising.profile_here(script, args, profile, how.resume, stderr=True)
-    elif profile is not None:
-        facts = texts.load_profile(profile)
+    facts, code = advising.profile_here(question.script, profile, how.resume, stderr=True)
     if facts is None:
         return code
     if rehearse:
@@ -248,7 +243,7 @@ def advise(
     else:
         found = answer(question, facts, profile)
     if found is not None:
-        print_result(json_, found.data, found.text(terminal_width(ADVICE_WIDTH), verbose=verbose))
+        print_result(json_, found.data, found.text(terminal_width(ADVICE_WIDTH)))
     return code
 
 

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Annotated
 from offbeat.cli import texts
 from offbeat.cli.entry import app
 from offbeat.cli.options import (
+    OUTPUT,
     REHEARSING,
-    RESULT,
     Count,
     Rehearsing,
-    Result,
+    RunOutput,
     number,
     require_one_folder,
 )
@@ -39,7 +39,7 @@ def rehearse(
     device_speed: str | None = None,
     iterations: Count = None,
     how: Rehearsing = REHEARSING,
-    result: Result = RESULT,
+    output: RunOutput = OUTPUT,
 ) -> int:
     """Train all replicas of a script on this machine, as processes, and report losses against
     simulated time.
@@ -64,9 +64,9 @@ def rehearse(
     from offbeat.experiments.new_run import default_run_dir
     from offbeat.experiments.progress import Progress
     from offbeat.experiments.script import script_name
-    from offbeat.rehearsal.command import ScriptRehearsal, rehearse_script
+    from offbeat.rehearsal.command import rehearse_script
 
-    require_one_folder(result.out, how.resume)
+    require_one_folder(output.out, how.resume)
     settings = how.settings(iterations)
     if profile is None and cluster is None and (ranks is None or rate is None):
         raise ValueError(
@@ -74,7 +74,8 @@ def rehearse(
             "FILE of a measured one"
         )
     contestants = texts.contestants(strategies, set_ or [])
-    facts, code = profile_here(script, args, profile, how.resume, stderr=result.json_)
+    whole = (script, *args)
+    facts, code = profile_here(whole, profile, how.resume, stderr=output.json_)
     if facts is None:
         return code
     measured = facts
@@ -82,16 +83,11 @@ def rehearse(
         facts = device.apply(facts)
     there = _place(facts, ranks, rate, cluster, per_node).profile
     there = there if how.jitter is None else extrapolate(there, jitter=how.jitter)
-    progress = Progress(stderr=result.json_)
-    whole = (script, *args)
-    run_dir = how.resume or result.out or default_run_dir(script_name(whole), "rehearsal-")
-    outcome, _ = rehearse_script(
-        ScriptRehearsal(whole, contestants, there, measured=measured, **settings),
-        run_dir,
-        progress,
-        resume=how.resume is not None,
-    )
-    show_run(run_dir, outcome.report, result.json_, result.verbose)
+    progress = Progress(stderr=output.json_)
+    run_dir = how.resume or output.out or default_run_dir(script_name(whole), "rehearsal-")
+    more = {**settings, "measured": measured, "resume": how.resume is not None}
+    outcome, _ = rehearse_script(whole, contestants, there, run_dir, progress, **more)
+    show_run(run_dir, outcome.report, output.json_, output.verbose)
     return exit_code(outcome, f"complete it with --resume {run_dir}")
 
 

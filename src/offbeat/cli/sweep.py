@@ -47,7 +47,7 @@ class Axes:
 
     def profiles(self, measured: Profile) -> Iterator[tuple[dict[str, Any], Profile]]:
         """Yield for each combination its columns of the table, and the profile for it."""
-        from offbeat.experiments.advice.other_networks import with_nodes
+        from offbeat.experiments.elsewhere import with_nodes
 
         if self.inside is not None and self.per_node is None:
             raise ValueError(f"--inside ({self.inside}) needs --per-node, the ranks of a node")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from statistics import fmean
+from typing import TYPE_CHECKING
 
 from offbeat.core.plan import Fact, Plan
 from offbeat.core.profile import Profile
@@ -12,7 +13,9 @@ from offbeat.core.profile.elsewhere import extrapolate, repeated_ranks
 from offbeat.core.profile.facts import scaled_compute
 from offbeat.core.sim.prediction import MEMBERS_FACT
 from offbeat.core.strategy.interface import Strategy
-from offbeat.elastic.members import Members, require_supported_plan
+
+if TYPE_CHECKING:
+    from offbeat.elastic.members import Members
 
 MEMBER_ITERATIONS = 8  # iterations between two boundaries of plans with a period of one iteration
 
@@ -34,8 +37,7 @@ def for_members(
     several = repeated_ranks(profile, 2) if profile.world_size == 1 else profile
     several = extrapolate(several, hosts=max(members, 2))
     found = several if members > 1 else repeated_ranks(several, 1)
-    if earlier is None:
-        earlier = [i % profile.world_size for i in range(members)]
+    earlier = [i % profile.world_size for i in range(members)] if earlier is None else earlier
     if [*earlier] == [*range(profile.world_size)]:
         return found
     if profile.topology:
@@ -43,12 +45,10 @@ def for_members(
         found = replace(found, topology=sizes)
     if profile.rank_jitter:
         jitters = [profile.jitter if i is None else profile.rank_jitter[i] for i in earlier]
-        alike = len({*jitters}) == 1
-        jitter = fmean(jitters)
-        found = replace(found, jitter=jitter, rank_jitter=() if alike else tuple(jitters))
-    if not profile.rank_scale:
-        return found
-    scale = [1.0 if i is None else profile.rank_scale[i] for i in earlier]
+        uneven = tuple(jitters) if len({*jitters}) > 1 else ()
+        found = replace(found, jitter=fmean(jitters), rank_jitter=uneven)
+    known = profile.rank_scale or (1.0,) * profile.world_size
+    scale = [1.0 if i is None else known[i] for i in earlier]
     return with_slower_replicas(replace(found, rank_scale=()), scale)
 
 
@@ -62,10 +62,10 @@ def with_slower_replicas(profile: Profile, times: Sequence[float]) -> Profile:
     before = profile.rank_scale or (1.0,) * profile.world_size
     scale = [one * factor for one, factor in zip(before, times, strict=True)]
     mean = fmean(scale)
-    if all(factor == times[0] for factor in times):
+    if len({*times}) == 1:
         return replace(profile, **scaled_compute(profile, times[0]))
-    relative = tuple(one / mean for one in scale)
-    return replace(profile, rank_scale=relative, **scaled_compute(profile, mean))
+    even = scaled_compute(profile, mean)
+    return replace(profile, rank_scale=tuple(one / mean for one in scale), **even)
 
 
 def iterations_between_boundaries(plan: Plan) -> int:
@@ -79,6 +79,8 @@ def plan_of_members(plan: Plan, profile: Profile, strategy: Strategy, settings: 
     Raises:
         ValueError: the plan cannot run while members change.
     """
+    from offbeat.elastic.members import require_supported_plan  # of processes; advice has none
+
     require_supported_plan(plan, strategy, settings)
     if profile.world_size == 1:
         return plan

@@ -24,6 +24,10 @@ class DeviceSpeed:
     factor: float | None = None
     iteration_s: float | None = None
 
+    def __str__(self) -> str:
+        """Return the value of `--device-speed`."""
+        return f"{self.iteration_s:g}s" if self.factor is None else f"{self.factor:g}x"
+
     def relative_to(self, profile: Profile) -> float:
         """Return how many times as fast the device is as the compute times of a profile."""
         if self.factor is not None:

@@ -1,6 +1,7 @@
-"""Conversion of a given profile to the cluster of a run.
+"""Conversion of a profile to a cluster.
 
-Differences in rate, number of ranks and pace are computed. Other differences are refused.
+To that of a run (`compute_for`) differences in rate, number of ranks and pace are computed, and
+other differences are refused. For predictions messages can be estimated (`estimate_for`).
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from offbeat.core.profile.elsewhere import extrapolate, network_rate_bps
 from offbeat.core.profile.facts import Link
 from offbeat.core.sim.ranks import Ranks
 from offbeat.core.units import format_rate, format_rounded_rate, format_time
+from offbeat.elastic.profile import with_slower_replicas
+from offbeat.experiments.elsewhere import described_link, on_links, require_equal_sizes
 from offbeat.lab import Cluster
 from offbeat.lab.description import Way
 
@@ -184,6 +187,42 @@ def compute_for(
     _require_speeds(made, here, file)
     crowded = shaped and not made.pace and all_ranks > processors()
     return ConvertedProfile(made, tuple(quantities), shaped, all_ranks if crowded else 0, file)
+
+
+def estimate_for(profile: Profile, cluster: Cluster) -> Profile:
+    """Return the profile of replicas on a cluster, with messages estimated from rates and delays.
+
+    A message between all machines is as slow as the slowest way between two of them, so the
+    smallest rate, mostly that of an uplink, the longest delay and the greatest loss count. Speeds
+    and jitter of hosts count relative to the measured device.
+
+    Args:
+        profile: measured profile of replicas.
+        cluster: description of the machines.
+
+    Raises:
+        ValueError: the cluster has a link without a rate, unequal numbers of ranks on its hosts, or
+            several replicas on a host.
+    """
+    if cluster.processes_per_host > 1:
+        raise ValueError(
+            f"processes_per_host ({cluster.processes_per_host}) must be 1 for a prediction or a "
+            "rehearsal; write as many hosts as replicas, or ranks for ranks that share one"
+        )
+    here, links = Hosts.of(cluster, cluster.world_size), list[Link]()
+    require_equal_sizes(here.sizes, "ranks of the hosts")
+    for name, way in here.ways.items():
+        if way.rate_bps is None:
+            raise ValueError(
+                f"rate of link {name!r} (unlimited) must be a number, as messages are "
+                "estimated from it; give the link a rate"
+            )
+        rate_bps = float(way.rate_bps)
+        links.append(described_link(name, cluster.hosts, rate_bps, way.latency_s, way.loss))
+    even = replace(profile, rank_scale=(), rank_jitter=())
+    made = on_links(even, cluster.hosts, links)
+    made = with_slower_replicas(made, [1 / speed for speed in here.speeds])
+    return replace(made, rank_jitter=here.jitters if any(here.jitters) else ())
 
 
 def worst_way(cluster: Cluster, hosts: Iterable[int], link: str) -> Way:

@@ -117,33 +117,17 @@ class JobObserver(Recorder):
             kept = settings.record if control.rank == 0 and not settings.every else None
             own["id"] = new_run(kept, clock())
             self._facts = self._job_facts(cluster, control.gather(own))
-        self.id = run_id = str(self._facts["id"])
+        self.id = str(self._facts["id"])
         self._writer: BackgroundWriter | None = None
         self._timelines: Timelines | None = None
         self._log: IterationLog | None = None
         self.keeps_end = settings.record is not None and not settings.every
         if settings.record:
-            folder = Path(settings.record) / ("" if settings.every else run_id)
-            self._writer = BackgroundWriter(folder, self._number, clock)
-            self._line("head", id=self.id, rank=self._number, world_size=control.world_size,
-                       host=own["host"], pid=own["pid"])  # fmt: skip
-            if settings.every:
-                self.notes |= cluster.topology.record()
-                self._log = IterationLog(self, self._line, self._number, cluster.device)
-            else:
-                own_clock = cluster.device, self.origin_s
-                self._timelines = Timelines(self._line, self._number, *own_clock)
+            self._open_record(cluster, Path(settings.record), own)
         self.monitor: JobMonitor | None = None
-        if control.rank == 0 and self.keeps_end and settings.record_limit is not None:
-            removal = remove_above(Path(settings.record or ""), settings.record_limit, run_id)
-            if removal.runs:
-                console.print("record", describe_removal(removal))
         if control.rank == 0:
-            attempt = torchrun_attempt(os.environ)
-            if self._writer is not None and attempt is not None and attempt["restarts"]:
-                self._link_attempt(previous_attempt(Path(settings.record or ""), attempt))
             if self._writer is not None:
-                self._writer.replace(RUN_FILE, self._facts)
+                self._begin_record(self._writer, Path(settings.record or ""))
             self._create_monitor()
         name = None if joining is None else EPOCH_BOARD
         self._board = Board(control, self.monitor.on_round if self.monitor else None, name)
@@ -151,6 +135,32 @@ class JobObserver(Recorder):
         self._receive = self._add_metric
         set_receiver(self._receive)
         self._at_exit = run_at_process_exit(self._end_at_exit)
+
+    def _open_record(self, cluster: Cluster, folder: Path, own: Mapping[str, Any]) -> None:
+        """Begin the lines of this rank. `own` has its host and process."""
+        every, number, device = self._settings.every, self._number, cluster.device
+        self._writer = BackgroundWriter(
+            folder if every else folder / str(self.id), number, self._clock
+        )
+        self._line("head", id=self.id, rank=number, world_size=self._control.world_size,
+                   host=own["host"], pid=own["pid"])  # fmt: skip
+        if every:
+            self.notes |= cluster.topology.record()
+            self._log = IterationLog(self, self._line, number, device)
+        else:
+            self._timelines = Timelines(self._line, number, device, self.origin_s)
+
+    def _begin_record(self, writer: BackgroundWriter, folder: Path) -> None:
+        """Write run.json, name the run that torchrun has restarted, and remove old runs."""
+        limit_bytes = self._settings.record_limit
+        if self.keeps_end and limit_bytes is not None:
+            removal = remove_above(folder, limit_bytes, str(self.id))
+            if removal.runs:
+                console.print("record", describe_removal(removal))
+        attempt = torchrun_attempt(os.environ)
+        if attempt is not None and attempt["restarts"]:
+            self._link_attempt(previous_attempt(folder, attempt))
+        writer.replace(RUN_FILE, self._facts)
 
     def _job_facts(self, cluster: Cluster, everyone: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Return the content of run.json."""

@@ -283,12 +283,11 @@ class RankLines:
     damaged: int = 0
 
     def add(self, line: dict[str, Any]) -> None:
-        """Add a line. Lines of an unknown kind are ignored. Of two models that a script trains one
-        after the other, the lines are those of the later one."""
+        """Add a line. Lines of an unknown kind are ignored."""
         kind = line["kind"]
         try:
             if kind == "head":
-                self.__init__(line)
+                self.head = line
             elif kind == "interval":
                 self.intervals.append(Interval.from_dict(line))
             elif kind == "iterations":
@@ -401,7 +400,8 @@ def load(folders: Sequence[Path]) -> JobRecord:
 
 
 def read_rank(path: Path) -> RankLines:
-    """Read the lines of one rank.
+    """Read the lines of one rank. If its script has trained two models, one after the other, the
+    lines are those of the later one.
 
     Raises:
         OSError: the file cannot be read.
@@ -416,6 +416,7 @@ def read_rank(path: Path) -> RankLines:
                 lines.damaged += 1
             else:
                 require_schema(line.get("schema"), SCHEMA, path)
+                lines = RankLines() if line["kind"] == "head" else lines
                 lines.add(line)
     return lines
 

@@ -41,17 +41,20 @@ def main(owner: int, namespace: tuple[int, int] | None) -> None:
         # the signal also arrives if only a thread of the owner has ended
         if number == _OWNER_CHANGED and os.getppid() == owner:
             return
+        is_request = number == signal.SIGTERM
         with suppress(ProcessLookupError):
-            if number == signal.SIGTERM:
-                os.killpg(rank, number)
-            else:
-                os.kill(rank, signal.SIGKILL)  # its descendants follow
+            # a rank that has just been forked has no process group yet
+            send = os.killpg if is_request and os.getpgid(rank) == rank else os.kill
+            send(rank, number if is_request else signal.SIGKILL)  # descendants follow its end
 
-    for number in (_OWNER_CHANGED, _KILL, signal.SIGTERM):
+    numbers = (_OWNER_CHANGED, _KILL, signal.SIGTERM)
+    for number in numbers:
         signal.signal(number, on_signal)
     ended, status = 0, 0
     while ended != rank:  # otherwise an adopted orphan
         ended, status = os.wait()
+    for number in numbers:
+        signal.signal(number, signal.SIG_IGN)  # another process can get the number of the rank
     _kill_descendants()
     _end_as(os.waitstatus_to_exitcode(status))
 

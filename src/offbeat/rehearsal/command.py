@@ -8,9 +8,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from contextlib import closing, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,102 +33,86 @@ from offbeat.rehearsal.rehearse import (
     require_plan,
     require_whole_replicas,
 )
-from offbeat.rehearsal.simulated import simulate_run, write_times
+from offbeat.rehearsal.simulated import discard_records, simulate_run, write_times
 
 RANKS = "offbeat.rehearsal.ranks"
 MEASURED = "measured"  # in run.json
 
 
-@dataclass(frozen=True)
-class ScriptRehearsal:
-    """Definition of a rehearsal of a script.
-
-    Attributes:
-        script: script or module with its arguments.
-        contestants: strategies to rehearse.
-        profile: profile of the job, with its number of ranks, network and jitter.
-        iterations: iterations after which the script is ended; None: at its own end.
-        seeds: OFFBEAT_SEED of each repetition.
-        target_loss: training loss to which the time is counted.
-        command: command line of the user.
-        measured: profile from which the one of the job was computed, to resume with; None: the
-            profile of the job.
-    """
-
-    script: tuple[str, ...]
-    contestants: tuple[Contestant, ...]
-    profile: Profile
-    iterations: int | None = None
-    seeds: tuple[int, ...] = (0,)
-    target_loss: float | None = None
-    command: tuple[str, ...] = ()
-    measured: Profile | None = None
-
-    def __post_init__(self) -> None:
-        for contestant in self.contestants:
-            reference_of(contestant.strategy)  # raises for a class of the script
-            require_plan(contestant.strategy)
-        require_whole_replicas(self.profile)
-
-    def comparison(self, launch: Callable[..., Result]) -> Comparison:
-        """Return the comparison that trains the ranks on this machine by `launch`."""
-        profile = replace(self.profile, pace=0.0)
-        return Comparison(
-            Setup(
-                self.script,
-                cluster_of(profile),
-                shaped=False,
-                seed=self.seeds[0],
-                wait_s=WAIT_S,
-                job={"rehearsed": True},
-                launch=launch,
-            ),
-            self.contestants,
-            repetitions=len(self.seeds),
-            target_loss=self.target_loss,
-            profile=profile,
-            command=self.command,
-            given_seeds=self.seeds,
-            facts={
-                "lab": "rehearsal",
-                "note": f"{REHEARSED[0].upper()}{REHEARSED[1:]}.",
-                "rehearsed": True,
-                "iterations": self.iterations,
-                "skip": 0,  # simulated iterations have no warm-up
-                MEASURED: (self.measured or self.profile).to_dict(),
-            },
-        )
-
-
 def rehearse_script(
-    rehearsal: ScriptRehearsal,
+    script: tuple[str, ...],
+    contestants: tuple[Contestant, ...],
+    profile: Profile,
     run_dir: Path,
     progress: Progress | None = None,
     *,
+    iterations: int | None = None,
+    seeds: tuple[int, ...] = (0,),
+    target_loss: float | None = None,
+    measured: Profile | None = None,
     resume: bool = False,
 ) -> tuple[Outcome, dict[str, list[RehearsedCurve]]]:
     """Rehearse a script under all contestants, and write the run directory with its report.
 
     Args:
-        rehearsal: definition of the rehearsal.
+        script: script or module with its arguments.
+        contestants: strategies to rehearse.
+        profile: profile of the job, with its number of ranks, network and jitter.
         run_dir: new folder, or with `resume` the folder of an interrupted rehearsal.
         progress: display of the progress.
+        iterations: iterations after which the script is ended; None: at its own end.
+        seeds: OFFBEAT_SEED of each repetition.
+        target_loss: training loss to which the time is counted.
+        measured: profile from which the one of the job was computed, to resume with; None: the
+            profile of the job.
         resume: keep the complete repetitions in `run_dir`, and rehearse the missing ones.
 
     Returns:
         The outcome, and the curves by label, one per complete repetition.
 
     Raises:
-        ValueError: the run directory is not empty, or with `resume` it is of another rehearsal.
+        ValueError: the run directory is not empty, or with `resume` it is of another rehearsal; or
+            a strategy has no plan or is a class of the script.
     """
-    with closing(_Forks(rehearsal.iterations)) as forks:
-        outcome = compare(rehearsal.comparison(forks), run_dir, progress, resume=resume)
+    for contestant in contestants:
+        reference_of(contestant.strategy)  # raises for a class of the script
+        require_plan(contestant.strategy)
+    require_whole_replicas(profile)
+    profile = replace(profile, pace=0.0)
+    facts = {
+        "lab": "rehearsal",
+        "note": f"{REHEARSED[0].upper()}{REHEARSED[1:]}.",
+        "rehearsed": True,
+        "iterations": iterations,
+        "skip": 0,  # simulated iterations have no warm-up
+        MEASURED: (measured or profile).to_dict(),
+    }
+    with closing(_Forks(iterations)) as forks:
+        setup = Setup(
+            script,
+            cluster_of(profile),
+            shaped=False,
+            seed=seeds[0],
+            wait_s=WAIT_S,
+            job={"rehearsed": True},
+            launch=forks,
+        )
+        comparison = Comparison(
+            setup,
+            contestants,
+            repetitions=len(seeds),
+            target_loss=target_loss,
+            profile=profile,
+            given_seeds=seeds,
+            facts=facts,
+        )
+        outcome = compare(comparison, run_dir, progress, resume=resume)
     curves = dict[str, list[RehearsedCurve]]()
-    for contestant in rehearsal.contestants:
-        for repetition, seed in enumerate(rehearsal.seeds):
+    for contestant in contestants:
+        for repetition, seed in enumerate(seeds):
             folder, strategy = run_dir / contestant.label / f"rep{repetition}", contestant.strategy
             if (folder / "plan.json").exists() and not (folder / PROBLEM).exists():
-                run = simulate_run(folder, strategy, rehearsal.profile, seed=seed)
+                run = simulate_run(folder, strategy, profile, seed=seed)
                 curves.setdefault(contestant.label, []).append(curve_of(run, strategy))
     return outcome, curves
 
@@ -166,9 +150,15 @@ class _Forks:
             "iterations": self._iterations,
         }
         write_text(log_dir / PROBLEM, "the rehearsal was interrupted")
-        problem = self._fork_ranks(work) or _simulate_times(env)
-        if problem is None:
-            (log_dir / PROBLEM).unlink()
+        problem: str | None = "interrupted"
+        try:
+            problem = self._fork_ranks(work) or _simulate_times(env)
+        finally:
+            if problem is None:
+                (log_dir / PROBLEM).unlink()
+            else:
+                self.close()
+                discard_records(log_dir)  # their times are not simulated
         return Result((), time.monotonic() - begun_s, logs, problem)
 
     def _fork_ranks(self, work: Mapping[str, Any]) -> str | None:
@@ -189,13 +179,12 @@ class _Forks:
             self._process.stdin.flush()
             return json.loads(self._process.stdout.readline())
         except (BrokenPipeError, json.JSONDecodeError):
-            self.close()
             return "the process that forks the ranks has ended, as when memory is exhausted"
 
     def close(self) -> None:
         """End all ranks."""
         if self._process is not None:
-            with self._process:
+            with self._process, suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
         self._process = None
 

@@ -16,12 +16,11 @@ from offbeat.core.strategy.parsing import text_of
 from offbeat.core.strategy.registry import BASELINE, create
 from offbeat.core.words import count_text, seconds
 from offbeat.experiments.advice.methods import ALONE
-from offbeat.experiments.advice.verdict import Predictions
-from offbeat.experiments.advice.work import Work
+from offbeat.experiments.advice.verdict import Predictions, Work
 from offbeat.experiments.comparison import Contestant
 from offbeat.experiments.record.run_directory import load
 from offbeat.experiments.report.losses import target_loss
-from offbeat.rehearsal.command import ScriptRehearsal, rehearse_script
+from offbeat.rehearsal.command import rehearse_script
 
 if TYPE_CHECKING:
     from offbeat.experiments.launcher import Outcome
@@ -194,7 +193,7 @@ def rehearse_methods(
     Args:
         predicted: predictions for the machines.
         script: script or module with its arguments.
-        settings: further arguments of `ScriptRehearsal`.
+        settings: further arguments of `rehearse_script`.
         measured: profile from which the one of the machines was computed.
         run_dir: new folder, or with `resume` the folder of an interrupted rehearsal.
         progress: display of the progress.
@@ -213,10 +212,8 @@ def rehearse_methods(
         resume: bool,
         **more: Any,
     ) -> tuple[Outcome, Mapping[str, Sequence[RehearsedCurve]]]:
-        rehearsal = ScriptRehearsal(
-            script, contestants, profile, measured=measured, **{**settings, **more}
-        )
-        return rehearse_script(rehearsal, folder, progress, resume=resume)
+        how = {**settings, **more, "measured": measured, "resume": resume}
+        return rehearse_script(script, contestants, profile, folder, progress, **how)
 
     planned = [one for one in predicted.learnt_differently if isinstance(one, Planned)]
     contestants = tuple(map(Contestant.of, planned))

@@ -38,10 +38,8 @@ class RehearsalObserver(JobObserver):
         self.notes[INPUTS] = 0
 
         def count(call: Any, *args: Any, **kwargs: Any) -> Any:
-            if (
-                getattr(getattr(call, "__self__", call), "training", True)
-                and torch.is_grad_enabled()
-            ):
+            module = getattr(call, "__self__", call)  # of a method
+            if module.training and torch.is_grad_enabled():
                 self.notes[INPUTS] += sum(t.numel() for t in tensors_of((args, kwargs)))
             return forward(call, *args, **kwargs)
 

@@ -16,6 +16,7 @@ import signal
 import sys
 import sysconfig
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import suppress
 from multiprocessing import Pipe
@@ -40,6 +41,7 @@ from offbeat.rehearsal.observer import record_rehearsal
 
 GRACE_S = 0.5  # for other ranks, which write to their logs why they end
 LOG_LINES = 3  # last lines of the log of a failed rank that the error states
+LEAST_BPS, MOST_BPS = 1e3, 32e9  # of a cluster's description
 WAIT_S = 600.0  # longest wait of a rank for another one; there may be many ranks per processor
 
 
@@ -85,10 +87,13 @@ class ForkedRanks:
         """Fork the ranks. The call returns in each rank, too, with its `rank`."""
         gc.collect()
         gc.freeze()  # collections in ranks neither visit nor copy what they share
+        sys.stdout.flush()  # otherwise each rank writes it again
         parent = os.getpid()
         for rank in range(count):
             receiver, sender = Pipe(duplex=False)
-            process = os.fork()
+            with warnings.catch_warnings():  # of threads, which the ranks do not need
+                warnings.simplefilter("ignore", DeprecationWarning)
+                process = os.fork()
             if process == 0:
                 syscalls.set_parent_death_signal(signal.SIGKILL)
                 if os.getppid() != parent:
@@ -124,7 +129,10 @@ def cluster_of(profile: Profile) -> Cluster:
     """Return the description of the hosts of a profile, one per replica."""
     sizes, hosts = profile.topology, profile.world_size
     most = max(sizes, default=0)
-    links = [(link.name, network_rate_bps(link, hosts)) for link in profile.links]
+    links = [
+        (link.name, min(max(network_rate_bps(link, hosts), LEAST_BPS), MOST_BPS))
+        for link in profile.links
+    ]
     return Cluster(
         hosts=hosts,
         ranks=most or None,
@@ -150,7 +158,8 @@ def main() -> None:
     with why it failed, or null. A line is {"script", "environments", "logs", "iterations"}."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what packages print at their import
-    for line in sys.stdin:
+    syscalls.set_parent_death_signal(signal.SIGKILL)
+    for line in os.fdopen(os.dup(0)):
         work = json.loads(line)
         _import_packages(work["script"])
         with ForkedRanks() as ranks:
@@ -180,6 +189,7 @@ def _run_script(work: dict[str, Any], rank: int) -> None:
     for target, source in ((0, os.open(os.devnull, os.O_RDONLY)), (1, log), (2, log)):
         os.dup2(source, target)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    os.environ.setdefault("OFFBEAT_LOG", "off")  # it compares real times with the prediction
     os.environ.update(work["environments"][rank])
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     record_rehearsal(work["iterations"])

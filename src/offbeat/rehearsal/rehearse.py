@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import signal
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -188,9 +189,13 @@ def rehearse(
     for strategy in chosen:
         require_plan(strategy)
     require_whole_replicas(there)
-    if torch.cuda.is_initialized() or dist.is_initialized():
-        what = "the GPU" if torch.cuda.is_initialized() else "a process group"
-        raise RuntimeError(f"a process that uses {what} cannot be forked; rehearse in another one")
+    if torch.cuda.is_initialized():
+        raise RuntimeError("a process that uses a GPU cannot be forked; rehearse in another one")
+    if dist.is_initialized():
+        raise RuntimeError(
+            "a process group of this process must be destroyed before it is forked: call "
+            "torch.distributed.destroy_process_group(), or rehearse in another process"
+        )
     training = _Training(
         make_model,
         make_optimizer,
@@ -272,7 +277,7 @@ class _Training:
             if scheduler is not None:
                 scheduler.step()
             if self.evaluate is not None and (iteration + 1) % self.evaluate_every == 0:
-                average = _average_model(model.module)
+                average = _average_model(model.module, rank)
                 if rank == 0:
                     with preserve_random_states(), torch.no_grad():
                         held_out.append((iteration, float(self.evaluate(average))))
@@ -289,20 +294,22 @@ class _Training:
                 raise ValueError(f"batches({rank}) (empty) must return at least one batch")
 
 
-def _average_model(module: nn.Module) -> nn.Module:
+def _average_model(module: nn.Module, rank: int) -> nn.Module:
     """Return on rank 0 a copy with the average of all replicas; every rank must call it."""
-    copy, plan = deepcopy(module).eval(), RehearsalObserver.last.plan
+    plan = RehearsalObserver.last.plan
     source = None if plan is None else plan.source
+    whole = deepcopy(module).eval() if rank == 0 else module
     with torch.no_grad():
-        for place in (*copy.parameters(), *copy.buffers()):
-            given = place.cpu()
+        for place in (*whole.parameters(), *whole.buffers()):
+            given = place.to("cpu", copy=True)
             if source is not None:
                 dist.broadcast(given, source)
             elif given.is_floating_point():
                 dist.reduce(given, 0)
                 given /= dist.get_world_size()
-            place.copy_(given)
-    return copy
+            if rank == 0:
+                place.copy_(given)
+    return whole
 
 
 def _rehearse_one(
@@ -363,6 +370,7 @@ def _live(
         sender.send(("result", training.run(rank, strategy, profile, report)))
     except BaseException as error:
         sender.send(("error", _sendable(error, rank, strategy)))
+    sys.stdout.flush()
     while True:
         signal.pause()  # rank 0 has the store that others still read
 

@@ -129,5 +129,11 @@ def write_times(run: Run, folder: Path) -> None:
         replace_text(path, "\n".join([*texts, ""]))
 
 
+def discard_records(folder: Path) -> None:
+    """Delete the records of a folder."""
+    for path in rank_files(folder).values():
+        path.unlink()
+
+
 def _without_measurements(notes: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in notes.items() if name not in ("backward", "estimated")}

@@ -13,7 +13,7 @@ from offbeat.core.sim import event_engine, fast_engine
 from offbeat.core.sim.ranks import Ranks
 from offbeat.core.sim.simulation import make_job
 from offbeat.core.sim.trace import COMPUTE
-from offbeat.experiments.advice.other_networks import with_slower_links
+from offbeat.experiments.elsewhere import with_slower_links
 from offbeat.plan import Moment, Plan, Vote, transfer
 from offbeat.profile import Bucket, Link, Profile
 from offbeat.sim import predict, simulate

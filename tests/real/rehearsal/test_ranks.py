@@ -51,17 +51,19 @@ class OddError(ValueError):
         super().__init__(f"{name} ({value})")
 
 
-@pytest.mark.parametrize(
-    ("error", "kind"), [(KeyError("k"), KeyError), (OddError("k", 1), ValueError)]
-)
-def test_an_error_in_a_rank(tmp_path, error, kind):
+@pytest.mark.parametrize("error", [LookupError("k"), OddError("k", 1)])
+def test_an_error_in_a_rank(tmp_path, error):
+    """It is raised here; only its text if it cannot be pickled."""
+
     def fail() -> None:
         raise error
 
-    with pytest.raises((kind, RuntimeError)) as raised:
+    kind = LookupError if isinstance(error, LookupError) else RuntimeError
+    with pytest.raises(kind) as raised:
         rehearse(tmp_path, fail)
-    assert "rank 1" in " ".join([str(raised.value), *getattr(raised.value, "__notes__", ())])
-    assert isinstance(raised.value, kind) or "OddError" in str(raised.value)
+    text = " ".join([str(raised.value), *getattr(raised.value, "__notes__", ())])
+    assert "rank 1" in text
+    assert str(error) in text
     require_ended(tmp_path)
 
 

@@ -181,5 +181,6 @@ def test_no_pickles() -> None:
             collective = re.search("_object(_list)?$", node.func.attr)
             if collective or (called == "torch.load" and not safe):
                 found.append((path.name, called))
-    # A checkpoint holds whatever its script gave, and says so.
-    assert found == [("frozen.py", "pickle")]
+    # A checkpoint holds whatever its script gave, and says so. The others receive from processes
+    # that they have started, over socket pairs and pipes.
+    assert {name for name, _ in found} == {"frozen.py", "channel.py", "rehearse.py"}

@@ -11,7 +11,7 @@ import pytest
 from pydantic import ValidationError
 
 from offbeat.cli import main
-from offbeat.cli.options import Where, cluster_of
+from offbeat.cli.options import Where
 from offbeat.experiments.compare import given_profile
 from offbeat.experiments.comparison import Setup
 from offbeat.experiments.report import load, summarize
@@ -81,15 +81,14 @@ def test_wrong_clusters(given: dict[str, Any], words: str) -> None:
 
 
 def test_options() -> None:
-    made = cluster_of(Where(hosts=2, per_node=4, inside="10gbit", rate="50mbit"))
+    made = Where(hosts=2, per_node=4, inside="10gbit", rate="50mbit").cluster_with_servers()
     assert made == Cluster.simple(2, "50mbit", ranks=4, inside="10gbit")
     for wrong, name in (
         (Where(inside="10gbit"), r"inside \(10gbit\)"),
-        (Where(per_node=0), "--per-node"),
-        (Where(per_node=2, cluster=Path("cluster.toml")), "--per-node.*--cluster"),
+        (Where(per_node=2, cluster=Path("cluster.toml")), "--cluster.*--per-node"),
     ):
         with pytest.raises(ValueError, match=name):
-            cluster_of(wrong)
+            wrong.cluster_with_servers()
 
 
 # ---- given profiles -------------------------------------------------------------------------

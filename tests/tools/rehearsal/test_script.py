@@ -15,6 +15,7 @@ from cases import rehearsed
 
 from offbeat.cli import main
 from offbeat.experiments.record.run_directory import load_repetition
+from offbeat.jobs.record_lines import rank_files
 
 HELPER = """
 import os
@@ -86,7 +87,8 @@ def command(folder: Path, out: str, strategies: str, *more: str, resume: bool = 
 
 def test_a_script_as_it_is(folder, monkeypatch):
     """The script equals the function, and --resume keeps what is complete."""
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]), prepend=os.pathsep)
     typed = command(folder, "run", "dreamddp:period=3", "--jitter", "0.1")
     script = [str(folder / "train.py"), "5"]
     assert main([*typed, *script]) == 0
@@ -95,16 +97,14 @@ def test_a_script_as_it_is(folder, monkeypatch):
     _, expected = rehearsed.rehearse("dreamddp:period=3", more_ranks=3, seed=5, jitter=0.1)
     records = load_repetition(repetition, 0).ranks
     np.testing.assert_allclose(losses_in(repetition), expected.losses, rtol=1e-8)
-    ends_s = np.max([record.trace.ends_s[0] for record in records], axis=0)
-    np.testing.assert_allclose(ends_s, expected.ends_s, atol=1e-6)
+    assert [len(record.trace.ends_s[0]) for record in records] == [rehearsed.ITERATIONS] * 3
     inputs = rehearsed.ITERATIONS * (rehearsed.ROWS * 5 + rehearsed.ROWS)  # x and y
     assert [record.trace.notes["input_elements"] for record in records] == [inputs] * 3
 
     logs = [(repetition / f"rank{r}.log").read_text() for r in range(3)]
     for rank, log in enumerate(logs):
-        lines = log.splitlines()
-        assert lines[-2:] == ["equal True", "own True [10, 1, 2]"]
-        assert lines[0].startswith(f"rank {rank} iteration 0 mean ")
+        assert log.splitlines()[-2:] == ["equal True", "own True [10, 1, 2]"]
+        assert f"rank {rank} iteration 0 mean " in log
     assert len({log.partition("mean ")[2].split()[0] for log in logs}) == 1
     assert (folder / "checkpoints").exists()
     assert (folder / "run" / "report.html").exists()
@@ -119,11 +119,12 @@ def test_a_script_as_it_is(folder, monkeypatch):
         assert main([*again, *other, *script]) == 2
 
 
+@pytest.mark.usefixtures("forked_rehearsals")
 def test_a_script_that_prepares_nothing(folder):
     (folder / "nothing.py").write_text("print('nothing')")
     typed = command(folder, "nothing", "bsp")
     assert main([*typed, str(folder / "nothing.py")]) == 1
-    assert (folder / "nothing" / "bsp" / "rep0" / "problem.txt").read_text()
+    assert "prepare" in (folder / "nothing" / "bsp" / "rep0" / "problem.txt").read_text()
 
 
 def test_wrong_use(folder, capsys):
@@ -150,9 +151,10 @@ if os.environ["RANK"] == "0":
 """
 
 
+@pytest.mark.usefixtures("forked_rehearsals")
 def test_what_was_interrupted_is_rehearsed_after_what_is_kept(folder, tmp_path, monkeypatch):
     """Ctrl-C in the second strategy; then what is missing."""
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]), prepend=os.pathsep)
     (tmp_path / "helper.py").write_text(HELPER)
     script = [str(tmp_path / "train.py"), "5"]
     (tmp_path / "train.py").write_text(STOPPED.format(folder=str(tmp_path)) + SCRIPT)
@@ -171,6 +173,7 @@ def test_what_was_interrupted_is_rehearsed_after_what_is_kept(folder, tmp_path, 
         signal.signal(signal.SIGINT, before)
     paths = [folder / "cut" / n.replace(":", "-") / "rep0" for n in names]
     assert [(path / "problem.txt").exists() for path in paths] == [False, True]
+    assert [len(rank_files(path)) for path in paths] == [3, 0]  # no measured times
     written = (paths[0] / "rank0.jsonl").stat().st_mtime_ns
     again = command(folder, "cut", ",".join(names), resume=True)
     assert main([*again, *script]) == 0
@@ -202,15 +205,17 @@ print(" ".join(place), rehearsed.flat(module)[:6].tolist())
 """
 
 
+@pytest.mark.usefixtures("forked_rehearsals")
 def test_replicas_of_two_ranks(folder, monkeypatch):
     """`--per-node 2`: both ranks of a node print the same weights, and the report has all ranks.
     The shortest loader ends the loops of all ranks."""
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]), prepend=os.pathsep)
     (folder / "nodes.py").write_text(NODES)
     typed = command(folder, "nodes", "local-sgd:period=2", "--per-node", "2")
     assert main([*typed, str(folder / "nodes.py")]) == 0
     repetition = folder / "nodes" / "local-sgd-period=2" / "rep0"
-    words = [(repetition / f"rank{r}.log").read_text().split(maxsplit=3) for r in range(6)]
+    logs = [(repetition / f"rank{r}.log").read_text().splitlines() for r in range(6)]
+    words = [next(line for line in log if line[0] in "01").split(maxsplit=3) for log in logs]
     assert [line[:3] for line in words] == [[str(r % 2), "2", str(r // 2)] for r in range(6)]
     assert [words[r][3] for r in (0, 2, 4)] == [words[r][3] for r in (1, 3, 5)]
     assert len(losses_in(repetition)) == 3
@@ -242,10 +247,11 @@ print(accelerator.process_index, found.tolist(), accelerator.is_main_process, se
 """
 
 
+@pytest.mark.usefixtures("forked_rehearsals")
 def test_accelerate_deals_the_data(folder, monkeypatch):
     """accelerate keeps its rank once per process; each replica has its own."""
     pytest.importorskip("accelerate")
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]), prepend=os.pathsep)
     (folder / "accelerated.py").write_text(ACCELERATE)
     assert main([*command(folder, "accelerated", "wfbp"), str(folder / "accelerated.py")]) == 0
     repetition = folder / "accelerated" / "wfbp" / "rep0"

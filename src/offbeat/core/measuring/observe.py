@@ -250,9 +250,8 @@ class ProfileObserver(Observer):
         seconds, jitters, spreads, steps_s = zip(*control.gather(own), strict=True)
         # [ranks, 2 * buckets + 2]: forward and backward per bucket, update, other; in seconds.
         everyone = np.array(seconds)
-        mean = everyone.mean(axis=0)
         jitter, rank_jitter = cluster_jitter(jitters)
-        count, whole = len(specs), flat.parameter_tensors()
+        count, whole, mean = len(specs), flat.parameter_tensors(), everyone.mean(axis=0)
         elements = sum(x.numel() for x in whole)
         compute = everyone[:, : 2 * count].sum(axis=1)
         scale = compute / compute.mean()
@@ -288,6 +287,7 @@ class ProfileObserver(Observer):
             inside=next((link for link in links if link.name not in cluster.specs), None),
             sharded=topology.sharded,
             element_bytes=sum(x.nbytes for x in whole) / elements if elements else 4.0,
+            device=whole[0].device.type if whole else "cpu",
         )
 
     def _per_bucket(self, specs: Sequence[BucketSpec]) -> list[float]:

@@ -43,10 +43,9 @@ def extrapolate(
     """
     ranks = profile.world_size
     count = ranks if hosts is None else hosts
-    if isinstance(rate_bps, Mapping):
-        rates = dict(rate_bps)
-    else:
-        rates = {} if rate_bps is None else {link.name: rate_bps for link in profile.links}
+    rates = {} if rate_bps is None else rate_bps
+    if not isinstance(rates, Mapping):
+        rates = {link.name: rates for link in profile.links}
     if jitter is not None:
         profile = replace(profile, jitter=jitter, rank_jitter=())
     if count == ranks and not rates:

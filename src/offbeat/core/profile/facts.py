@@ -76,6 +76,7 @@ class Profile:
             encode elements.
         foreign_share: share of the processors that other programs used, if they disturbed the
             measurement; 0 if they did not, or if it is unknown.
+        device: type of the devices that compute, as in torch. FSDP on "cpu" hides no messages.
 
     Raises:
         ValueError: a field is out of range or contradicts another field.
@@ -102,6 +103,7 @@ class Profile:
     usage: ScriptUsage = field(default_factory=ScriptUsage)
     element_bytes: float = 4.0
     foreign_share: float = 0.0
+    device: str = "cpu"
 
     def __post_init__(self) -> None:
         validate(self)

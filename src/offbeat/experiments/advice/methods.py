@@ -4,43 +4,54 @@ The uncertainty of a simulated method has two parts: messages that are slower or
 assumed, and the error of the simulator. Over 80 measured settings the simulator was at most 2.7 %
 off (result `paced`). Published all-reduces of 4 and 8 machines at 50 Mbit/s to 5 Gbit/s took .94 to
 1.23 times as long as estimated from rate and delay, with at most 10 ms of delay (result `stories`).
-The uncertainty of equations extends from all messages hidden to none.
+The uncertainty of equations for GPUs extends from all messages hidden to none.
 """
 
 from __future__ import annotations
 
+import math
 import warnings
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 from offbeat.core.derive.lean import leaves_gradients
 from offbeat.core.guards.suitable_strategy import strategy_that_runs
 from offbeat.core.plan import INSIDE, Phases, Plan, base_link
 from offbeat.core.profile import Profile
-from offbeat.core.sim import Prediction, predict, predict_plan
+from offbeat.core.sim import predict, predict_plan
 from offbeat.core.strategy.interface import Planned, Strategy, planned
 from offbeat.core.strategy.parsing import text_of
 from offbeat.core.strategy.plan_memory import Memory, held_memory
 from offbeat.core.strategy.registry import BASELINE, create, find, strategy_names
-from offbeat.experiments.advice.options import CHANGES, Change, Option, describe_change, option_of
-from offbeat.experiments.advice.other_networks import with_slower_links, with_smaller_messages
 from offbeat.experiments.advice.place import Place
-from offbeat.experiments.advice.selection import has_defaults
+from offbeat.experiments.advice.selection import (
+    CHANGES,
+    SAME_NUMBERS,
+    Change,
+    Option,
+    has_defaults,
+    predict_option,
+)
 from offbeat.experiments.advice.sharded import ShardedIteration, hsdp, zero3
+from offbeat.experiments.elsewhere import with_slower_links, with_smaller_messages
 from offbeat.strategies.ddp import with_replica_per_rank
 
-Basis = Literal["simulated", "equations"]
 SecondsAt = Callable[[Place], float]
 MODEL_ERROR = 0.03  # of the simulator, relative
 MEASURED_ERROR = 0.03  # least relative error of measured message times
 ESTIMATED = (0.93, 1.25)  # least and greatest time of estimated messages, relative
 MOST_ACCUMULATED = 32  # batches per update
-ENOUGH_COMPUTE = 0.9  # share of compute from which accumulation of more batches ends
+SHARE = 0.9  # of the time that compute takes at the least rate, and from which accumulation ends
 HALF = 0.5  # bytes of fp16 relative to float32
 ALONE = "one machine"
-SERVERS = 1  # further machines of strategies with servers
+LEAST_RATE_BPS, MOST_RATE_BPS = 1e5, 1e13
+TOLERANCE = 1.05  # ratio of neighbouring rates of a search
+ROUNDING = 1e-9
+MOST_MACHINES = 64
+PAYS = 0.5  # share of one machine's speed that a further machine must add
 
 
 @dataclass(frozen=True)
@@ -64,7 +75,6 @@ class Method:
         staleness: largest number of iterations until a gradient has reached all machines.
         sharded_memory: memory on a device if `fully_shard` divides the replica inside a machine;
             None if the method does not allow it.
-        basis: origin of the prediction.
     """
 
     label: str
@@ -78,10 +88,9 @@ class Method:
     seconds_at: SecondsAt = field(repr=False, compare=False)
     strategy: Strategy | None = None
     change: Change = CHANGES[0]
-    changes: str = "same numbers as DDP"
+    changes: str = SAME_NUMBERS
     staleness: int = 0
     sharded_memory: Memory | None = None
-    basis: Basis = "simulated"
 
     @property
     def same_numbers(self) -> bool:
@@ -89,23 +98,21 @@ class Method:
         return self.change == CHANGES[0] and self.machines > 1
 
     @property
+    def least_memory(self) -> Memory:
+        """Return the memory on a device, divided by `fully_shard` if the method allows it."""
+        return self.sharded_memory or self.memory
+
+    @property
     def batch_s(self) -> float:
         """Return the seconds per batch of one machine alone."""
         return self.iteration_s / self.batches
 
 
-def message_errors(place: Place) -> tuple[float, float]:
-    """Return the least and the greatest message time relative to the one in the profile."""
-    if place.estimated:
-        return ESTIMATED
+def _at_errors(place: Place) -> Iterator[Place]:
+    """Yield the place with the least and with the greatest message times by their uncertainty."""
     fit = max((link.fit_error or 0.0 for link in place.profile.links), default=0.0)
     error = max(MEASURED_ERROR, fit)
-    return 1 - error, 1 + error
-
-
-def _at_errors(place: Place) -> Iterator[Place]:
-    """Yield the place with the least and with the greatest message times."""
-    for times in message_errors(place):
+    for times in ESTIMATED if place.estimated else (1 - error, 1 + error):
         yield replace(place, profile=with_slower_links(place.profile, times))
 
 
@@ -135,7 +142,7 @@ def of_option(option: Option, place: Place) -> Method:
         seconds_at=partial(_strategy_seconds, strategy),
         strategy=strategy,
         change=option.change,
-        changes=describe_change(option),
+        changes=option.changes,
         staleness=option.staleness,
         sharded_memory=_on_devices(memory, place.devices) if divided else None,
     )
@@ -149,67 +156,25 @@ def is_shardable(strategy: Strategy, plan: Plan) -> bool:
 
 
 def of_strategy(strategy: Strategy, place: Place) -> Method | None:
-    """Return the method of a strategy of any kind, or of the variant of it that suits the script of
-    the profile; None if it cannot be predicted here, or if it needs a replica per rank and devices
-    share one.
-
-    Votes count as accepted. A strategy with servers has one server on a further machine.
-    """
-    has_plan = type(strategy).open is Planned.open
-    if place.devices > 1 and not (has_plan or strategy.needs.nodes):
-        return None
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            strategy = strategy_that_runs(strategy, place.profile)
-            prediction = _predict(strategy, place)
-        except ValueError:
-            return None
-    if prediction.plan is not None:
-        if prediction.plan.strategy != strategy.name:
-            return None
-        return of_option(option_of(strategy, prediction.plan, prediction), place)
-    change: Change = "late" if strategy.applies_late else "averaged"
-    clocks, iterations = getattr(strategy, "s", 0), getattr(strategy, "accumulate", 1)
-    return _method(
-        place,
-        text_of(strategy),
-        prediction.iteration_s,
-        [_predict(strategy, there).iteration_s for there in _at_errors(place)],
-        machines=place.machines + (SERVERS if strategy.needs.servers else 0),
-        sent_bytes=sum(prediction.bytes_per_iteration.values()),
-        memory=strategy.memory(place.profile),
-        seconds_at=partial(_strategy_seconds, strategy),
-        strategy=strategy,
-        change=CHANGES[0] if strategy.synchronous else change,
-        changes=strategy.describe_change(None) or "same numbers as DDP",
-        staleness=(clocks + 1) * iterations - 1,
-    )
+    """Return the method of a strategy with a plan, or of the variant of it that suits the script of
+    the profile; None if it cannot be predicted here, or falls back to another strategy."""
+    option = predict_option(strategy, place.profile)
+    return None if option is None else of_option(option, place)
 
 
 def _strategy_seconds(strategy: Strategy, place: Place) -> float:
     with warnings.catch_warnings():  # of strategies that fall back to others
         warnings.simplefilter("ignore")
         strategy = strategy_that_runs(strategy, place.profile)
-        return _predict(strategy, place).iteration_s
-
-
-def _predict(strategy: Strategy, place: Place) -> Prediction:
-    """Predict a strategy. Rates of single machines count only without a plan: a collective runs at
-    the rate of the profile."""
-    ranks = None if isinstance(strategy, Planned) else place.ranks
-    return predict(strategy, place.profile, servers=SERVERS, ranks=ranks)
+        return predict(strategy, place.profile).iteration_s
 
 
 def default_methods(place: Place) -> Iterator[Method]:
-    """Yield the default settings of all registered strategies that can be predicted."""
-    for name in strategy_names():
-        cls = find(name)
-        if has_defaults(cls) and (method := of_strategy(cls(), place)) is not None:
-            yield method
-
-
-# --- methods of other libraries ------------------------------------------------------------------
+    """Yield the default settings of all registered strategies with a plan that can be predicted."""
+    for cls in map(find, strategy_names()):
+        if has_defaults(cls) and issubclass(cls, Planned):
+            method = of_strategy(cls(), place)
+            yield from () if method is None else (method,)
 
 
 def outsiders(place: Place) -> Iterator[Method]:
@@ -237,69 +202,64 @@ def one_machine(place: Place) -> Method:
         seconds_at=lambda there: there.fastest_machine.compute_s,
         changes="the batch of one machine",
         sharded_memory=_on_devices(memory, place.devices) if place.devices > 1 else None,
-        basis="equations",
     )
-
-
-@dataclass(frozen=True)
-class _TorchDDP:
-    """torch's DDP, which averages over all ranks at once.
-
-    Attributes:
-        count: batches per update. torch's `no_sync` leaves out the messages of all but the last.
-        share: bytes of its messages relative to those of the gradients.
-    """
-
-    count: int = 1
-    share: float = 1.0
-
-    def predict(self, plan: Plan, profile: Profile) -> Prediction:
-        """Return the prediction of a plan of DDP on a profile."""
-        if self.share != 1:
-            profile = with_smaller_messages(profile, self.share)
-        return predict_plan(
-            accumulating_plan(plan, self.count) if self.count > 1 else plan,
-            with_replica_per_rank(profile),
-        )
-
-    def seconds_at(self, place: Place) -> float:
-        """Return the seconds per iteration in a place."""
-        plan = planned(create(BASELINE)).plan(place.profile)
-        return self.predict(plan, place.profile).iteration_s
-
-    def method(self, place: Place, name: str, change: Change, changes: str) -> Method:
-        """Return the method."""
-        profile, strategy = place.profile, planned(create(BASELINE))
-        plan = strategy.plan(profile)
-        found, memory = self.predict(plan, profile), strategy.memory(profile, plan)
-        cast_bytes = self.share * memory.gradients_bytes if self.share != 1 else 0
-        return _method(
-            place,
-            f"{BASELINE}, {name}",
-            found.iteration_s,
-            [self.predict(plan, there.profile).iteration_s for there in _at_errors(place)],
-            sent_bytes=self.share * sum(found.bytes_per_iteration.values()),
-            memory=replace(memory, staged_bytes=memory.staged_bytes + cast_bytes),
-            seconds_at=self.seconds_at,
-            change=change,
-            changes=changes,
-        )
 
 
 def accumulation(place: Place) -> Method:
     """Return DDP that updates once per 2, 4, ... batches: the least number whose messages leave
-    `ENOUGH_COMPUTE` of the time to compute, at most `MOST_ACCUMULATED`."""
-    count, needed_s = 2, place.profile.slowest().compute_s
-    while (
-        count < MOST_ACCUMULATED and _TorchDDP(count).seconds_at(place) * ENOUGH_COMPUTE > needed_s
-    ):
+    `SHARE` of the time to compute, at most `MOST_ACCUMULATED`."""
+    count, enough_s = 2, place.profile.slowest().compute_s / SHARE
+    while count < MOST_ACCUMULATED and _ddp_seconds(count, 1.0, place) > enough_s:
         count *= 2
     changes = f"one update per {count} batches"
-    return _TorchDDP(count).method(place, f"{count} batches", "larger batch", changes)
+    return _torch_ddp(place, f"{count} batches", "larger batch", changes, count=count)
+
+
+def half_precision(place: Place) -> Method:
+    """Return DDP with torch's `fp16_compress_hook`: messages of half the bytes, cast for free.
+
+    For parameters of two bytes the hook changes nothing, and this prediction is too fast.
+    """
+    return _torch_ddp(place, "fp16 hook", "lossy", "gradients are sent as fp16", share=HALF)
+
+
+def _torch_ddp(
+    place: Place, name: str, change: Change, changes: str, count: int = 1, share: float = 1.0
+) -> Method:
+    """Return torch's DDP, which averages over all ranks at once.
+
+    It updates once per `count` batches, as torch's `no_sync` leaves out the messages of all but the
+    last, and its messages have a share of the bytes of the gradients.
+    """
+    profile, strategy = place.profile, planned(create(BASELINE))
+    plan, seconds_at = strategy.plan(profile), partial(_ddp_seconds, count, share)
+    memory = strategy.memory(profile, plan)
+    cast_bytes = share * memory.gradients_bytes if share != 1 else 0
+    found = predict_plan(accumulating_plan(plan, count), with_replica_per_rank(profile))
+    return _method(
+        place,
+        f"{BASELINE}, {name}",
+        seconds_at(place),
+        [_ddp_seconds(count, share, there, plan) for there in _at_errors(place)],
+        sent_bytes=share * sum(found.bytes_per_iteration.values()),
+        memory=replace(memory, staged_bytes=memory.staged_bytes + cast_bytes),
+        seconds_at=seconds_at,
+        change=change,
+        changes=changes,
+    )
+
+
+def _ddp_seconds(count: int, share: float, place: Place, plan: Plan | None = None) -> float:
+    """Return the seconds per iteration of torch's DDP, planned anew without a plan."""
+    plan = planned(create(BASELINE)).plan(place.profile) if plan is None else plan
+    profile = with_smaller_messages(place.profile, share) if share != 1 else place.profile
+    return predict_plan(accumulating_plan(plan, count), with_replica_per_rank(profile)).iteration_s
 
 
 def accumulating_plan(plan: Plan, count: int) -> Plan:
     """Return the plan that averages and updates in the last of `count` iterations."""
+    if count == 1:
+        return plan
     last = Phases([count - 1])
     return replace(
         plan,
@@ -310,19 +270,12 @@ def accumulating_plan(plan: Plan, count: int) -> Plan:
     )
 
 
-def half_precision(place: Place) -> Method:
-    """Return DDP with torch's `fp16_compress_hook`: messages of half the bytes, cast for free.
-
-    For parameters of two bytes the hook changes nothing, and this prediction is too fast.
-    """
-    hook = _TorchDDP(share=HALF)
-    return hook.method(place, "fp16 hook", "lossy", "gradients are sent as fp16")
-
-
 def full_shards(place: Place) -> Method:
     """Return ZeRO-3 (`fully_shard`) over all devices of all machines."""
     memory = _sharded_memory(place.profile, place.machines * place.devices)
-    return _by_equations("zero-3", lambda there: zero3(there.by_device), place, memory)
+    return _by_equations(
+        "zero-3", lambda there: zero3(with_replica_per_rank(there.profile)), place, memory
+    )
 
 
 def hybrid_shards(place: Place) -> Method:
@@ -343,11 +296,45 @@ def _by_equations(
         sent_bytes=now.sent_bytes,
         memory=memory,
         seconds_at=lambda there: iteration(there).iteration_s,
-        basis="equations",
     )
 
 
-# --- memory --------------------------------------------------------------------------------------
+def least_rate(method: Method, place: Place, share: float = SHARE) -> float | None:
+    """Return the least rate at which compute takes a share of the time, in bits per second and to a
+    relative `TOLERANCE`; None if it does not at `MOST_RATE_BPS`.
+
+    The compute is that of the slowest machine. The method is planned anew at each rate. A greater
+    rate may have a smaller share, as plans change with the rate; the result lies above the rate of
+    the place, if the share is not reached there.
+    """
+    needed_s, here_bps = place.profile.slowest().compute_s * (1 + ROUNDING), place.rate_bps
+    reached = needed_s >= share * method.iteration_s
+    first, last = (LEAST_RATE_BPS, here_bps) if reached else (here_bps, MOST_RATE_BPS)
+    steps = math.ceil(max(0.0, math.log(last / first, TOLERANCE)))
+    rates = [first * TOLERANCE**step for step in range(steps)]
+    found = bisect_left(
+        rates, True, key=lambda bps: needed_s >= share * method.seconds_at(place.at_rate(bps))
+    )
+    return rates[found] if found < len(rates) else here_bps if reached else None
+
+
+def last_paying_machine(method: Method, place: Place, most: int = MOST_MACHINES) -> int:
+    """Return the number of machines beyond which a further one adds less than `PAYS` of the speed
+    of one machine alone; `most` if even the last one pays."""
+    alone_s = place.fastest_machine.compute_s
+
+    def speed(machines: int) -> float:
+        if machines == 1:
+            return 1 / alone_s
+        there = place.with_machines(machines)
+        return there.batches / method.seconds_at(there)
+
+    def is_too_many(count: int) -> bool:
+        return speed(count) - speed(count - 1) < PAYS / alone_s
+
+    if not is_too_many(most):
+        return most
+    return 1 + bisect_left(range(2, most + 1), True, key=is_too_many)
 
 
 def _sharded_memory(profile: Profile, shards: int) -> Memory:

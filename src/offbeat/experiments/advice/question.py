@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,34 +12,20 @@ from typing import Any
 from offbeat.core.profile import Profile
 from offbeat.core.profile.elsewhere import extrapolate, network_rate_bps
 from offbeat.core.strategy.parsing import text_of
-from offbeat.core.units import (
-    MAX_RATE_BPS,
-    MIN_RATE_BPS,
-    format_rounded_rate,
-    parse_given_rate_bps,
-)
+from offbeat.core.units import format_rounded_rate, parse_given_rate_bps
 from offbeat.core.words import seconds
-from offbeat.experiments.advice.needs import SHARES
-from offbeat.experiments.advice.place import (
-    Place,
-    place_of,
-    place_on_cluster,
-    require_equal_sizes,
-)
-from offbeat.experiments.advice.selection import (
-    MAX_STALENESS,
-    excluded_strategies,
-    require_staleness,
-)
+from offbeat.experiments.advice.place import Place, place_of, place_on_cluster
+from offbeat.experiments.advice.selection import MAX_STALENESS, require_staleness
 from offbeat.experiments.advice.verdict import (
     Predictions,
     Verdict,
+    Work,
     decide,
     predict_methods,
 )
-from offbeat.experiments.advice.verdict_text import SHOWN_SHARE, verdict_text
-from offbeat.experiments.advice.work import Work
+from offbeat.experiments.advice.verdict_text import verdict_text
 from offbeat.experiments.device_speed import Compute, DeviceSpeed
+from offbeat.experiments.elsewhere import require_equal_sizes
 from offbeat.experiments.profile_for_network import Hosts, compute_for
 from offbeat.lab import Cluster
 
@@ -60,12 +45,11 @@ class Question:
         cluster: cluster file instead of `hosts` and `rate`.
         max_staleness: largest staleness of the advised strategy.
         device: the user's device; None for the measured one.
-        device_text: option that describes it in a command of `compare`.
         device_memory: bytes of a device; None if not given.
         price: price of a machine and hour; None if not given.
         jitter: relative standard deviation of compute times; None for that of the profile.
         passes: backward passes per step of each machine; None for the measured number.
-        everything: whether all strategies and all shares of computing time are computed.
+        everything: whether all strategies are predicted with their default settings.
         script: script or module with its arguments; empty if it is not given.
 
     Raises:
@@ -79,7 +63,6 @@ class Question:
     cluster: Path | None = None
     max_staleness: int = MAX_STALENESS
     device: DeviceSpeed | None = None
-    device_text: str | None = None
     device_memory: float | None = None
     price: float | None = None
     jitter: float | None = None
@@ -109,30 +92,32 @@ class Question:
             require_equal_sizes(profile.topology, "topology of the profile")
         measured = max(profile.topology, default=1)
         sizes, profile = (self.devices or measured, measured), profile.of_replicas()
-        if (cluster := self.described) is None:
+        if self.cluster is None:
             place = place_of(profile, self.hosts, parse_given_rate_bps(self.rate), *sizes)
         else:
-            place = place_on_cluster(profile, cluster, *sizes)
+            place = place_on_cluster(profile, Cluster.load(self.cluster), *sizes)
         if self.passes is not None:
             place = place.with_passes(self.passes)
         if self.jitter is None:
             return place
         return replace(place, profile=extrapolate(place.profile, jitter=self.jitter))
 
-    @property
-    def described(self) -> Cluster | None:
-        """Return the cluster of the cluster file; None without a file."""
-        return None if self.cluster is None else Cluster.load(self.cluster)
-
 
 @dataclass(frozen=True)
 class Answer:
-    """Verdict of a question with the commands that compare and that train, the device that it is
-    for, remarks, and the record of a rehearsal."""
+    """Verdict of a question.
+
+    Attributes:
+        verdict: the verdict.
+        command: command that compares the advised strategies; None if no options describe the
+            machines.
+        compute: device that the times are of.
+        notes: remarks about a rehearsal.
+        rehearsal: record of a rehearsal.
+    """
 
     verdict: Verdict
     command: str | None
-    launch: str | None
     compute: Compute
     notes: tuple[str, ...] = ()
     rehearsal: dict[str, Any] | None = None
@@ -148,9 +133,6 @@ class Answer:
             "advised": text_of(advice.chosen.strategy),
             "compared": [text_of(option.strategy) for option in advice.compared],
             "notes": [*advice.notes, *self.notes],
-            "never_advised": {
-                name: reason for reason, names in excluded_strategies().items() for name in names
-            },
             "options": [
                 {
                     "strategy": text_of(option.strategy),
@@ -163,24 +145,18 @@ class Answer:
         }
         return found if self.rehearsal is None else {**found, "rehearsal": self.rehearsal}
 
-    @property
-    def device_text(self) -> str:
-        """Return a sentence about the device whose times these are."""
-        return self.compute.text or (
+    def text(self, width: int) -> str:
+        """Return the printed output."""
+        device = self.compute.text or (
             f"these times are of the profile's device ({seconds(self.compute.iteration_s)} of "
             "compute per iteration); --device-speed 20x or 35ms predicts for yours"
         )
-
-    def text(self, width: int, *, verbose: bool) -> str:
-        """Return the printed output."""
-        return verdict_text(
-            self.verdict,
-            notes=(*self.notes, self.device_text),
-            command=self.command,
-            launch=self.launch,
-            width=width,
-            verbose=verbose,
-        )
+        notes, best = [*self.notes, device], self.verdict.best
+        if self.verdict.place.devices > 1 and best.method.strategy is not None:
+            nodes = "" if best.sharded else " OFFBEAT_NODES=auto"  # or the mesh of the script
+            strategy = shlex.quote(best.method.label)
+            notes.append(f"on these machines set OFFBEAT_STRATEGY={strategy}{nodes} for all ranks")
+        return verdict_text(self.verdict, notes, self.command, width)
 
 
 def answer(
@@ -199,48 +175,37 @@ def answer(
         predicted: predictions for the machines of the question, if they are known.
         work: amount of training, if it is not that of the question.
     """
+    if predicted is None:
+        place, most = question.place(profile), question.max_staleness
+        predicted = predict_methods(place, max_staleness=most, everything=question.everything)
     verdict = decide(
-        predicted
-        or predict_methods(
-            question.place(profile),
-            max_staleness=question.max_staleness,
-            everything=question.everything,
-        ),
+        predicted,
         work or question.work,
         device_memory=question.device_memory,
         price=question.price,
-        shares=SHARES if question.everything else (SHOWN_SHARE,),
     )
     command = compare_command(verdict, question, profile, file)
-    launch = launch_command(verdict, question.script)
-    return Answer(verdict, command, launch, Compute.of(profile, question.device))
+    return Answer(verdict, command, Compute.of(profile, question.device))
 
 
 def compare_command(
     verdict: Verdict, question: Question, profile: Profile, file: Path | None
 ) -> str | None:
-    """Return the command that compares the advised strategies on these machines; None if they have
-    several devices and the cluster file does not state these.
+    """Return the command that compares the advised strategies on these machines; None if neither
+    the cluster file nor `--hosts`, `--rate` and `--per-node` describe them.
 
     It reuses the profile in `file`, if `compare` can convert it and passes are as measured.
-    `--hosts` and `--rate` can describe one link without delay; other clusters need a cluster file.
     """
-    devices, cluster = verdict.place.devices, question.described
-    if cluster is not None:
-        if Hosts.of(cluster, cluster.world_size).sizes != (devices,):
-            return None
-        where = ["--cluster", str(question.cluster)]
-        convertible = _is_convertible(profile, cluster)
+    if question.cluster is None:
+        where, cluster = _options_of(verdict.place)
     else:
-        where = _options_of_place(verdict.place.profile)
-        if where is None and devices > 1:
-            return None
-        where = where or ["--cluster", "cluster.toml"]
-        where += ["--per-node", str(devices)] if devices > 1 else []
-        convertible = max(profile.topology, default=1) == devices
-    if file is not None and profile.world_size > 1 and convertible and question.passes is None:
+        where, cluster = ["--cluster", str(question.cluster)], Cluster.load(question.cluster)
+    if cluster is None or Hosts.of(cluster, cluster.world_size).sizes != (verdict.place.devices,):
+        return None
+    reused = file is not None and profile.world_size > 1 and question.passes is None
+    if reused and _is_convertible(profile, cluster):
         where += ["--profile", str(file)]
-    where += ["--device-speed", question.device_text] if question.device_text else []
+    where += ["--device-speed", str(question.device)] if question.device else []
     if verdict.work.target_loss is not None:
         where += ["--target", f"loss={verdict.work.target_loss:.4g}"]
     strategies = [option.strategy for option in verdict.advice.compared]
@@ -251,36 +216,25 @@ def compare_command(
     return shlex.join(["offbeat", "compare", *where, "--strategies", names, *script])
 
 
+def _options_of(place: Place) -> tuple[list[str], Cluster | None]:
+    """Return the options of a cluster of one link without delay, and the cluster; None if they do
+    not describe the place."""
+    profile, link, devices = place.profile, place.profile.default_link, place.devices
+    uneven = profile.pace and (profile.rank_scale or profile.rank_jitter or profile.jitter)
+    plain = link.name == DEFAULT_LINK and not link.asked_latency_s and not link.asked_loss
+    rate = format_rounded_rate(network_rate_bps(link, place.machines))
+    options = ["--hosts", str(place.machines), "--rate", rate]
+    options += ["--per-node", str(devices)] if devices > 1 else []
+    try:
+        cluster = Cluster.simple(place.machines, rate, ranks=devices if devices > 1 else None)
+    except ValueError:  # more hosts or another rate than the lab can have
+        return options, None
+    return options, None if len(profile.links) > 1 or uneven or not plain else cluster
+
+
 def _is_convertible(profile: Profile, cluster: Cluster) -> bool:
     try:
         compute_for(profile, cluster, cluster.world_size, shaped=True, pace=None, file="")
     except ValueError:
         return False
     return True
-
-
-def launch_command(verdict: Verdict, script: Sequence[str]) -> str | None:
-    """Return the command that trains one replica per machine by the advised strategy; None if the
-    best method is not a strategy, or if machines have one device."""
-    place, best = verdict.place, verdict.best.method
-    if place.devices == 1 or best.strategy is None:
-        return None
-    nodes = "" if verdict.best.sharded else "OFFBEAT_NODES=auto "  # or the mesh of the script
-    return (
-        f"OFFBEAT_STRATEGY={shlex.quote(best.label)} {nodes}torchrun --nnodes {place.machines} "
-        f"--nproc-per-node {place.devices} {shlex.join(script or ('train.py',))}"
-    )
-
-
-def _options_of_place(profile: Profile) -> list[str] | None:
-    link, hosts = profile.default_link, ["--hosts", str(profile.world_size)]
-    uneven = profile.pace and (profile.rank_scale or profile.rank_jitter or profile.jitter)
-    plain = link.name == DEFAULT_LINK and not link.asked_latency_s and not link.asked_loss
-    if len(profile.links) > 1 or uneven or not plain:
-        return None
-    if profile.world_size < 2:
-        return hosts
-    rate_bps = network_rate_bps(link, profile.world_size)
-    if not MIN_RATE_BPS <= rate_bps <= MAX_RATE_BPS:
-        return hosts
-    return [*hosts, "--rate", format_rounded_rate(rate_bps)]

@@ -9,16 +9,24 @@ fastest, both on the measured links and with messages that take `SLOWER` times a
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterable, Iterator
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Literal, get_args
 
+from offbeat.core.derive.windows import Windows
 from offbeat.core.guards.script_usage import conflict_with
+from offbeat.core.guards.suitable_strategy import strategy_that_runs
+from offbeat.core.plan import Plan
 from offbeat.core.profile import Profile
+from offbeat.core.sim import predict
 from offbeat.core.strategy.interface import Strategy, planned
 from offbeat.core.strategy.registry import find, strategy_names
-from offbeat.experiments.advice.options import CHANGES, Option, predict_option
-from offbeat.experiments.advice.other_networks import with_slower_links
+from offbeat.experiments.elsewhere import with_slower_links
 
+Change = Literal["same numbers", "larger batch", "averaged", "late", "lossy"]
+CHANGES: tuple[Change, ...] = get_args(Change)
+SAME_NUMBERS = "same numbers as DDP"
 MAX_STALENESS = 9  # largest accepted staleness: that of an average every ten iterations
 LEAST_GAIN = 0.0095  # least gain over gentler candidates, by the bound, that merits a simulation
 AS_GOOD = 0.02  # extra time of a gentler strategy that is acceptable, over the fastest
@@ -27,6 +35,91 @@ AS_GOOD_THEN = 0.05  # acceptable extra time with slower messages, over the fast
 WORTH_A_TRY = 0.25  # extra time up to which a gentler strategy is compared, over the fastest
 MOST_COMPARED = 3
 UNEVEN = 1.25  # ratio of slowest rank to median above which a note suggests gossip
+
+
+@dataclass(frozen=True)
+class Option:
+    """A strategy with its predicted times and its change of the mathematics.
+
+    Attributes:
+        strategy: the strategy.
+        change: kind of change against DDP.
+        staleness: largest number of iterations until a worker's gradient reaches all workers.
+        iteration_s: predicted seconds per iteration.
+        update_s: predicted seconds per update; more than `iteration_s` if gradients are merged.
+        bytes: payload bytes that one rank sends per iteration.
+        plan: the simulated plan.
+    """
+
+    strategy: Strategy
+    change: Change
+    staleness: int
+    iteration_s: float
+    update_s: float
+    bytes: float
+    plan: Plan = field(repr=False, compare=False)
+
+    @property
+    def changes(self) -> str:
+        """Return a phrase for the change of the mathematics."""
+        if self.change == CHANGES[0]:
+            return SAME_NUMBERS
+        later = f"gradients reach all machines up to {self.staleness} iterations later"
+        return self.strategy.describe_change(self.plan) or (
+            f"{self.change}: {later}" if self.staleness else self.change
+        )
+
+    @property
+    def gentleness(self) -> tuple[int, int, float]:
+        """Sort key; smaller is gentler."""
+        return CHANGES.index(self.change), self.staleness, self.bytes
+
+
+def predict_option(strategy: Strategy, profile: Profile) -> Option | None:
+    """Simulate a strategy, or the variant of it that suits the script of the profile.
+
+    Returns:
+        The option. None if the strategy has no plan for this profile, or if it falls back to the
+        plan of another strategy, which is a candidate of its own.
+    """
+    with warnings.catch_warnings():  # warnings of strategies that fall back to others
+        warnings.simplefilter("ignore")
+        try:
+            strategy = strategy_that_runs(strategy, profile)
+            prediction = predict(strategy, profile)
+        except ValueError:
+            return None
+    plan = prediction.plan
+    assert plan is not None, strategy
+    if plan.strategy != strategy.name:
+        return None
+    change, stale = _change_of(strategy, plan)
+    sent, iteration_s = sum(prediction.bytes_per_iteration.values()), prediction.iteration_s
+    update_s = iteration_s * plan.period / len(_gradient_ages(plan))
+    return Option(strategy, change, stale, iteration_s, update_s, sent, plan)
+
+
+def _change_of(strategy: Strategy, plan: Plan) -> tuple[Change, int]:
+    """Return the change of the mathematics, and the staleness in iterations."""
+    late = plan.fact("staleness", 0)
+    stale = max(_gradient_ages(plan)) if Windows(plan).late else late
+    change: Change = "same numbers"
+    if not strategy.synchronous:
+        change = "late" if stale or strategy.applies_late else "averaged"
+        if any(t.payload.buffer != "grad" for t in plan.transfers):
+            # Several averages can make a period of the plan, as moments have other periods.
+            period = getattr(strategy, "period", plan.period)
+            stale = period * plan.fact("rounds", 1) - 1 + late
+    if any(t.wire is not None for t in plan.transfers):
+        change = "lossy"
+    return change, stale
+
+
+def _gradient_ages(plan: Plan) -> list[int]:
+    """Return, for each update of one period, the age in iterations of its oldest gradient."""
+    windows, first = Windows(plan), plan.prologue + plan.period
+    applied = {t: windows.applied_window(t) for t in range(first, first + plan.period)}
+    return [t - window.start for t, window in applied.items() if window]
 
 
 @dataclass(frozen=True)
@@ -94,12 +187,7 @@ class _Search:
         Strategies with DDP's numbers come first. All others follow in the order of their bounds,
         and of gentleness if bounds are nearly equal, so that few are simulated on any network. A
         candidate is left out if a candidate that is as gentle is known to be as fast, or if its
-        bound is more than `WORTH_A_TRY` above the fastest option.
-
-        Args:
-            profile: profile of the job.
-            now: profile on which candidates must have a bound of at most `most_s`, too.
-            most_s: seconds per iteration on `now`.
+        bound is more than `WORTH_A_TRY` above the fastest option, or above `most_s` on `now`.
         """
         found = list(candidates(profile, self._max_staleness))
         if now is not None:
@@ -173,7 +261,7 @@ def candidates(profile: Profile, max_staleness: int) -> list[Strategy]:
     """Return the candidates of all registered strategies, the gentlest first.
 
     Without staleness only strategies with DDP's numbers are candidates. Some strategies suggest no
-    settings; see `excluded_strategies`.
+    settings, for the reason in `Strategy.unadvised`.
     """
     found = [
         strategy
@@ -184,15 +272,6 @@ def candidates(profile: Profile, max_staleness: int) -> list[Strategy]:
     if not max_staleness:
         found = [s for s in found if s.synchronous and not s.is_lossy]
     return sorted(found, key=_order)
-
-
-def excluded_strategies() -> dict[str, list[str]]:
-    """Return by reason the names of the registered strategies that are never candidates."""
-    found: dict[str, list[str]] = {}
-    for name in strategy_names():
-        if reason := find(name).unadvised:
-            found.setdefault(reason, []).append(name)
-    return found
 
 
 def has_defaults(cls: type[Strategy]) -> bool:
@@ -244,5 +323,6 @@ def _notes(profile: Profile, found: Iterable[Option]) -> Iterator[str]:
     scales = sorted(profile.rank_scale)
     if scales and scales[-1] > UNEVEN * scales[len(scales) // 2]:
         yield (
-            "ranks differ in speed: gossip (a2cid2) waits for nobody, and is not considered here"
+            "ranks differ in speed: gossip waits for nobody and is not considered here; predict it "
+            "with `offbeat simulate --strategy a2cid2`"
         )

@@ -332,7 +332,8 @@ def _read_run_json(path: Path) -> dict[str, Any]:
         data = json.loads((path / "run.json").read_text())
     except FileNotFoundError:
         raise ValueError(
-            f"run directory ({path}) must hold run.json; `offbeat compare` writes it"
+            f"folder ({path}) must hold the run.json of `offbeat compare`, or the record of a job "
+            "(OFFBEAT_RECORD); it holds neither"
         ) from None
     except ValueError as error:
         raise ValueError(f"{path / 'run.json'} is not JSON: {error}") from None

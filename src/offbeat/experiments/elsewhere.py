@@ -1,5 +1,5 @@
 """Profiles of clusters and messages that were not measured: networks that numbers describe, nodes
-of another number of ranks, messages of fewer bytes.
+of another number of ranks, messages that are slower or smaller, other passes per step.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from dataclasses import replace
 from offbeat.core.plan import INSIDE
 from offbeat.core.profile import GradientNoise, Link, Profile
 from offbeat.core.profile.elsewhere import (
+    FREE_BYTES_PER_S,
     PAYLOAD,
     repeated_ranks,
     ring_passes,
@@ -115,15 +116,10 @@ def with_nodes(profile: Profile, per_node: int, inside_bps: float | None = None)
         ValueError: replicas have unequal numbers of ranks, the rate inside is unknown, or sharded
             replicas would be whole.
     """
-    sizes = {*profile.topology} or {1}
-    [before] = sizes if len(sizes) == 1 else [0]
+    require_equal_sizes(profile.topology, "topology of the profile")
+    before = max(profile.topology, default=1)
     if before == per_node and (inside_bps is None or per_node == 1):
         return profile
-    if not before:
-        raise ValueError(
-            f"topology ({profile.topology}) of the profile must be equal numbers of ranks where "
-            "other ones are computed"
-        )
     if profile.sharded:
         if inside_bps is not None:
             raise ValueError(
@@ -232,3 +228,44 @@ def _with_scaled(link: Link, *, times: float = 1.0, sizes: float = 1.0) -> Link:
         after_pause=scale(link.after_pause),
         vote_s=link.vote_s and link.vote_s * times,
     )
+
+
+def with_passes(profile: Profile, passes: int) -> Profile:
+    """Return the profile with another number of backward passes per step. `other_s` contains all
+    passes but the last one."""
+    more_s = (passes - profile.usage.backwards) * (profile.forward_s + profile.backward_s)
+    usage = replace(profile.usage, backwards=passes)
+    return replace(profile, other_s=max(0.0, profile.other_s + more_s), usage=usage)
+
+
+def with_free_nodes(profile: Profile, devices: int, measured_devices: int = 1) -> Profile:
+    """Return the profile whose replicas each have some ranks, with free messages between them.
+
+    Args:
+        profile: profile of replicas.
+        devices: number of ranks of each replica.
+        measured_devices: number of ranks of a replica as the noise of gradients was measured.
+    """
+    if devices == measured_devices == 1:
+        return profile
+    return replace(
+        profile,
+        topology=(devices,) * profile.world_size if devices > 1 else (),
+        inside=Link(INSIDE, 0.0, FREE_BYTES_PER_S) if devices > 1 else None,
+        noise=noise_of(profile, measured_devices / devices),
+    )
+
+
+def require_equal_sizes(sizes: Sequence[int], name: str) -> None:
+    """Raise ValueError unless all machines have as many devices.
+
+    Args:
+        sizes: number of devices of each machine.
+        name: what `sizes` are, for the message.
+    """
+    if len({*sizes}) > 1:
+        listed = ", ".join(map(str, sizes))
+        raise ValueError(
+            f"{name} ({listed}) must be equal, as unequal machines are not predicted; leave out "
+            "the smaller ones, or describe them with the ranks that all have"
+        )
