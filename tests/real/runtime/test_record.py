@@ -206,7 +206,9 @@ def test_records_are_in_the_order_of_their_ranks(tmp_path: Path) -> None:
 def test_a_loss_of_an_iteration_that_has_not_ended_is_left_out(
     recorded: Recorded, tmp_path: Path
 ) -> None:
-    recorded.train(10)
-    recorded.log.begin_step(10, torch.tensor(4.0))
+    recorded.train(9)
+    recorded.log.begin_step(10, torch.tensor(4.0))  # its end is not known
+    recorded.train(1, 9)
     recorded.end()
     assert [i for i, *_ in read_record(path_of(tmp_path)).losses] == [*range(10)]
+    assert path_of(tmp_path).read_text().count("4.0]") == 0, "it would be written twice"
