@@ -66,8 +66,7 @@ class IterationColumns:
 
     def _timed(self, values: Any) -> Iterator[tuple[int, float, float]]:
         ends_s = self.ends_s
-        known = ((i, math.nan if x is None else float(x)) for i, x in values)
-        return ((i, ends_s[i], x) for i, x in known if i < len(ends_s))
+        return ((i, ends_s[i], math.nan if x is None else float(x)) for i, x in values)
 
 
 class _LossMeans:

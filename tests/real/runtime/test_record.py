@@ -83,6 +83,13 @@ def test_a_record_that_was_closed(recorded: Recorded, tmp_path: Path) -> None:
     assert {span.iteration for span in found.trace.spans} == {22, 23, 24}
 
 
+def test_a_record_that_an_error_ended(recorded: Recorded, tmp_path: Path) -> None:
+    recorded.train(10)
+    recorded.log.end()
+    recorded.writer.line("end", how="raised", text="KeyError: 'x'", bytes={}, pace=None)
+    assert read_record(path_of(tmp_path)).cut == "ends after 10 iterations: KeyError: 'x'"
+
+
 def test_what_a_kill_leaves(recorded: Recorded, tmp_path: Path) -> None:
     """Every length of the file can be read: whole lines count, the torn one does not."""
     recorded.train(30)
