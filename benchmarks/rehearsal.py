@@ -197,7 +197,7 @@ def ranking(model: str, options: argparse.Namespace) -> dict[str, Any] | None:
     target = target_loss(run)
     if target is None:
         sys.exit(f"{model}: no loss is a target; train longer with --steps")
-    found, _ = rehearse_script(
+    found = rehearse_script(
         script,
         contestants,
         Profile.load(run_dir / "profile.json"),

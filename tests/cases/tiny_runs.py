@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from offbeat.core.sim.trace import Span, Trace
-from offbeat.experiments.record.run_directory import read_record
+from offbeat.experiments.record.run_directory import load_rank
 from offbeat.jobs.record_lines import LineWriter, rank_file
 
 
@@ -95,7 +95,7 @@ def write_record(folder: Path, data: Mapping[str, Any]) -> None:
 
 def data_of(folder: str | Path, rank: int) -> dict[str, Any]:
     """What one rank has written, in the form of `record`."""
-    found = read_record(rank_file(Path(folder), rank))
+    found = load_rank(rank_file(Path(folder), rank))
     data = {field.name: getattr(found, field.name) for field in fields(found)}
     return {**data, "trace": found.trace.to_dict(), "bytes": data.pop("sent_bytes")}
 

@@ -11,6 +11,7 @@ import os
 import pickle
 import random
 import socket
+import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -178,14 +179,20 @@ def _context() -> Any:
     """A forkserver that imports torch once, which takes seconds; it is ready on return."""
     ctx = multiprocessing.get_context("forkserver")
     ctx.set_forkserver_preload(["harness.preloaded"])
-    first = ctx.Process(target=int)
+    first = ctx.Process(target=_require_preloaded)
     # The server does not get this process's sys.path.
     paths = [str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join(paths))
         first.start()
     first.join()
+    assert first.exitcode == 0, "harness.preloaded cannot be imported"
     return ctx
+
+
+def _require_preloaded() -> None:
+    """Fail if the server, which ignores an import that fails, has not imported the modules."""
+    sys.exit(getattr(sys.modules.get("harness.preloaded"), "DONE", None) is None)
 
 
 def start_fork(function: Callable[..., Any], *args: Any) -> Any:

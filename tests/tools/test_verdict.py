@@ -19,7 +19,7 @@ import torch
 
 from offbeat.cli import entry as cli
 from offbeat.experiments.advice.selection import CHANGES
-from offbeat.experiments.record.run_directory import read_record
+from offbeat.experiments.record.run_directory import load_rank
 from offbeat.profile import Bucket, Link, Profile
 
 TRAINING_BYTES = 4  # parameters, gradients and two moments, in sizes of the model
@@ -404,7 +404,7 @@ def test_rehearsed_losses_decide(here: Path, capsys: pytest.CaptureFixture[str])
     zero = rows["zero-3"]
     assert zero["seconds"] == pytest.approx(fmean(counts["ddp"]) * zero["iteration_s"])
     (folder,) = (here / "runs").iterdir()
-    record = read_record(folder / "ddp" / "rep0" / "rank0.jsonl")
+    record = load_rank(folder / "ddp" / "rep0" / "rank0.jsonl")
     ends_s = [rows["ddp"]["iteration_s"] * (i + 1) for i in range(60)]
     assert record.trace.ends_s[0] == pytest.approx(ends_s, rel=1e-6)
     again = [*argv, "--target", "loss=0.0", "--resume", str(folder), "t.py", "60"]

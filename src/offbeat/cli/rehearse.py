@@ -86,7 +86,7 @@ def rehearse(
     progress = Progress(stderr=output.json_)
     run_dir = how.resume or output.out or default_run_dir(script_name(whole), "rehearsal-")
     more = {**settings, "measured": measured, "resume": how.resume is not None}
-    outcome, _ = rehearse_script(whole, contestants, there, run_dir, progress, **more)
+    outcome = rehearse_script(whole, contestants, there, run_dir, progress, **more)
     show_run(run_dir, outcome.report, output.json_, output.verbose)
     return exit_code(outcome, f"complete it with --resume {run_dir}")
 

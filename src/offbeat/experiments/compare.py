@@ -74,7 +74,7 @@ def compare(  # noqa: C901
         LabError: this machine cannot run the lab.
     """
     progress = progress or Progress()
-    kind = "rehearsal" if comparison.facts else "comparison"
+    kind = "rehearsal" if comparison.is_rehearsal else "comparison"
     before = read_record(run_dir, kind) if resume else {}
     if not resume:
         require_unused_directory(run_dir)
@@ -84,11 +84,11 @@ def compare(  # noqa: C901
         outcome = Outcome(run_dir)
         run = _ComparisonRun(comparison, lab, outcome, progress)
         record = run.record = describe_run(comparison, lab) | {"probed": run.probe_links()}
-        if given is not None and not comparison.facts:
+        if given is not None and not comparison.is_rehearsal:
             record["profile"] = given.record()
         known = run_dir / "profile.json"
         if resume:
-            if comparison.facts:  # losses do not depend on the target
+            if comparison.is_rehearsal:  # losses do not depend on the target
                 before["target_loss"] = record["target_loss"]
             require_same(record, before, run_dir)
             outcome.notes += changed_limits(record, before)
@@ -105,7 +105,7 @@ def compare(  # noqa: C901
             progress.print_line(record["note"])
         progress.print_line(f"what the script prints goes to {logs_of(comparison, run_dir)}")
         try:
-            if given is not None and not comparison.facts:
+            if given is not None and not comparison.is_rehearsal:
                 progress.print_line(given.text)
             if resume and known.exists():
                 run.run_contestants(Profile.load(known))

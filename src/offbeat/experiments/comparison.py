@@ -205,7 +205,7 @@ class Comparison:
         keeping: checkpoints, for a single contestant.
         repeat_disturbed: whether a disturbed repetition or profile is measured once more.
         device: the user's device, on which each contestant is predicted as well.
-        facts: fields of run.json of a rehearsal.
+        facts: fields of run.json of a rehearsal; empty for a measured comparison.
         target: name and value of a reported metric that replaces the training loss as the target.
         given_seeds: seed of each repetition; empty: those from the setup's seed on.
     """
@@ -250,6 +250,11 @@ class Comparison:
                 "--servers out, or choose one that has: ssp, ps-bsp"
             )
         require_labels(self.contestants)
+
+    @property
+    def is_rehearsal(self) -> bool:
+        """Return whether the times are simulated."""
+        return bool(self.facts)
 
     @property
     def seeds(self) -> tuple[int, ...]:

@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-COLUMNS = ("ends_s", "without_update")
 MOST_LOSSES = 20_000  # largest number of losses kept of a record; longer records average neighbours
 
 
@@ -17,6 +16,8 @@ class IterationColumns:
         gap: iteration from which lines are missing, as after a long time without room; None if
             there is no gap. Later lines are left out.
         fields: newest value of each field that is no column.
+        ends_s: seconds from the origin of the record to the end of each iteration.
+        without_update: iterations that applied no gradient.
         votes: columns of `VoteLog`.
     """
 
@@ -24,19 +25,10 @@ class IterationColumns:
         self.gap: int | None = None
         self.fields: dict[str, Any] = {}
         self.votes: dict[str, Any] = {}
-        self._columns: dict[str, list[Any]] = {name: [] for name in COLUMNS}
+        self.ends_s: list[float] = []
+        self.without_update: list[int] = []
         self._losses = _LossMeans()
         self._metrics: dict[str, list[tuple[int, float | None]]] = {}
-
-    @property
-    def ends_s(self) -> list[float]:
-        """Seconds from the origin of the record to the end of each iteration."""
-        return self._columns["ends_s"]
-
-    @property
-    def without_update(self) -> list[int]:
-        """Iterations that applied no gradient."""
-        return self._columns["without_update"]
 
     @property
     def losses_of(self) -> int:
@@ -48,8 +40,8 @@ class IterationColumns:
         if self.gap is not None or line["first"] != len(self.ends_s):
             self.gap = len(self.ends_s) if self.gap is None else self.gap
             return
-        for name, column in self._columns.items():
-            column += line.pop(name)
+        self.ends_s += line.pop("ends_s")
+        self.without_update += line.pop("without_update")
         for iteration, loss in line.pop("losses"):
             self._losses.add(iteration, math.nan if loss is None else loss)
         _extend_columns(self.votes, line.pop("votes"))

@@ -135,8 +135,7 @@ class IterationLog:
         self._votes, self._splits = VoteLog(), SplitSums()
         self._spans: deque[list[Span]] = deque(maxlen=WINDOW_PERIODS)
         self._sample: Sample | None = None
-        self.reached: int = 0
-        """Iteration of the last `optimizer.step()`."""
+        self._reached = 0  # iteration of the last `optimizer.step()`
 
     def start(self, strategy: str, observed: int) -> None:
         """Begin the iterations of a strategy, after `observed` profiled iterations."""
@@ -146,7 +145,7 @@ class IterationLog:
 
     def begin_step(self, iteration: int, loss: Tensor | None) -> None:
         """Add the loss of an iteration."""
-        self.reached = iteration
+        self._reached = iteration
         if loss is not None:
             self._losses.append((iteration, loss))
 
@@ -157,7 +156,7 @@ class IterationLog:
 
     def add_metric(self, name: str, value: float) -> None:
         """Add a metric that the script reports, with the iteration of the last step."""
-        self._metrics[name].append((self.reached, value))
+        self._metrics[name].append((self._reached, value))
 
     def set_sample(self, create: Callable[[], Sample] | None) -> None:
         """Set the function that creates the sample; None: the storage has changed."""

@@ -121,7 +121,7 @@ class JobObserver(Recorder):
         self._writer: BackgroundWriter | None = None
         self._timelines: Timelines | None = None
         self._log: IterationLog | None = None
-        self.keeps_end = settings.record is not None and not settings.every
+        self.ends_at_signal = settings.record is not None and not settings.every
         if settings.record:
             self._open_record(cluster, Path(settings.record), own)
         self.monitor: JobMonitor | None = None
@@ -153,7 +153,7 @@ class JobObserver(Recorder):
     def _begin_record(self, writer: BackgroundWriter, folder: Path) -> None:
         """Write run.json, name the run that torchrun has restarted, and remove old runs."""
         limit_bytes = self._settings.record_limit
-        if self.keeps_end and limit_bytes is not None:
+        if limit_bytes is not None and not self._settings.every:
             removal = remove_above(folder, limit_bytes, str(self.id))
             if removal.runs:
                 console.print("record", describe_removal(removal))

@@ -51,7 +51,7 @@ def rehearse_script(
     target_loss: float | None = None,
     measured: Profile | None = None,
     resume: bool = False,
-) -> tuple[Outcome, dict[str, list[RehearsedCurve]]]:
+) -> Outcome:
     """Rehearse a script under all contestants, and write the run directory with its report.
 
     Args:
@@ -66,9 +66,6 @@ def rehearse_script(
         measured: profile from which the one of the job was computed, to resume with; None: the
             profile of the job.
         resume: keep the complete repetitions in `run_dir`, and rehearse the missing ones.
-
-    Returns:
-        The outcome, and the curves by label, one per complete repetition.
 
     Raises:
         ValueError: the run directory is not empty, or with `resume` it is of another rehearsal; or
@@ -106,15 +103,30 @@ def rehearse_script(
             given_seeds=seeds,
             facts=facts,
         )
-        outcome = compare(comparison, run_dir, progress, resume=resume)
+        return compare(comparison, run_dir, progress, resume=resume)
+
+
+def rehearsed_curves(
+    run_dir: Path, contestants: Sequence[Contestant], seeds: Sequence[int]
+) -> dict[str, list[RehearsedCurve]]:
+    """Return the curves of a rehearsal by label, one per complete repetition.
+
+    Args:
+        run_dir: folder of the rehearsal.
+        contestants: its strategies.
+        seeds: seed of each repetition.
+    """
+    path = run_dir / "profile.json"
+    profile = Profile.load(path) if path.exists() else None  # interrupted before
     curves = dict[str, list[RehearsedCurve]]()
     for contestant in contestants:
         for repetition, seed in enumerate(seeds):
             folder, strategy = run_dir / contestant.label / f"rep{repetition}", contestant.strategy
-            if (folder / "plan.json").exists() and not (folder / PROBLEM).exists():
+            is_complete = (folder / "plan.json").exists() and not (folder / PROBLEM).exists()
+            if profile is not None and is_complete:
                 run = simulate_run(folder, strategy, profile, seed=seed)
                 curves.setdefault(contestant.label, []).append(curve_of(run, strategy))
-    return outcome, curves
+    return curves
 
 
 def measured_profile(run_dir: Path) -> Profile:

@@ -20,7 +20,7 @@ from offbeat.experiments.advice.verdict import Predictions, Work
 from offbeat.experiments.comparison import Contestant
 from offbeat.experiments.record.run_directory import load
 from offbeat.experiments.report.losses import target_loss
-from offbeat.rehearsal.command import rehearse_script
+from offbeat.rehearsal.command import rehearse_script, rehearsed_curves
 
 if TYPE_CHECKING:
     from offbeat.experiments.launcher import Outcome
@@ -213,7 +213,8 @@ def rehearse_methods(
         **more: Any,
     ) -> tuple[Outcome, Mapping[str, Sequence[RehearsedCurve]]]:
         how = {**settings, **more, "measured": measured, "resume": resume}
-        return rehearse_script(script, contestants, profile, folder, progress, **how)
+        outcome = rehearse_script(script, contestants, profile, folder, progress, **how)
+        return outcome, rehearsed_curves(folder, contestants, settings["seeds"])
 
     planned = [one for one in predicted.learnt_differently if isinstance(one, Planned)]
     contestants = tuple(map(Contestant.of, planned))

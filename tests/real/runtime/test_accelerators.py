@@ -49,7 +49,7 @@ from offbeat.core.transport.interfaces import (
 )
 from offbeat.core.transport.link import LinkThread, Message
 from offbeat.elastic.changes import MemberChanges
-from offbeat.experiments.record.run_directory import read_record
+from offbeat.experiments.record.run_directory import load_rank
 from offbeat.gossip.chunks import Wire
 from offbeat.gossip.startup import GossipSetup
 from offbeat.gossip.state import AVERAGING, State
@@ -658,7 +658,7 @@ def test_recording_does_not_wait_for_the_device(tmp_path: Path) -> None:
         if i:
             reached.add(i - 1.0)
     log.end()
-    assert read_record(rank_file(tmp_path, 0)).trace.ends_s == ((0.0, 1.0, 2.0, 3.0),)
+    assert load_rank(rank_file(tmp_path, 0)).trace.ends_s == ((0.0, 1.0, 2.0, 3.0),)
 
 
 # ---- alignment --------------------------------------------------------------------------------

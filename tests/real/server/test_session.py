@@ -20,7 +20,7 @@ from offbeat import BSP, PSBSP, SSP, Profile
 from offbeat.core.runtime.iteration import Iteration, Timestamps
 from offbeat.core.runtime.recording import Recorder
 from offbeat.core.transport.device import CPU
-from offbeat.experiments.record.run_directory import read_record
+from offbeat.experiments.record.run_directory import load_rank
 from offbeat.jobs.iteration_log import IterationLog
 from offbeat.jobs.record_lines import LineWriter, rank_file
 from offbeat.profile import Bucket, Link
@@ -242,4 +242,4 @@ def test_a_record_states_whether_iterations_are_uneven(is_uneven: bool, tmp_path
     marks = Timestamps(**dict.fromkeys(names, 0.5), begin=0.0, end=1.0)
     log.add(Iteration(0, marks, []))
     log.end()
-    assert read_record(rank_file(tmp_path, 0)).trace.uneven is is_uneven
+    assert load_rank(rank_file(tmp_path, 0)).trace.uneven is is_uneven

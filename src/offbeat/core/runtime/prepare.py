@@ -348,7 +348,7 @@ class Preparation:
         self, cluster: Cluster, recorder: Recorder | None
     ) -> StopRequest | None:
         """Return the handler of SIGTERM; None if there is nothing to save or to record."""
-        on_end = recorder.end if recorder is not None and recorder.keeps_end else None
+        on_end = recorder.end if recorder is not None and recorder.ends_at_signal else None
         if self.request.checkpoint is None and on_end is None:
             return None
         request = part("StopRequest")(cluster.control, on_end)

@@ -70,7 +70,7 @@ class Recorder(Observer):
     Attributes:
         id: id of the run in checkpoints; None for a run that no checkpoint names.
         splits_every: iterations between two reads of torch's own times of a backward (DDP only).
-        keeps_end: whether the record states how the job ended.
+        ends_at_signal: whether SIGTERM ends the record; not where a launcher ends the ranks.
         origin_s: `perf_counter` seconds at the start of the record.
         plan: plan that runs; None before planning, and for strategies without a plan.
         notes: facts about the run.
@@ -82,7 +82,7 @@ class Recorder(Observer):
     def __init__(self) -> None:
         self.splits_every = 1
         self.id: str | None = None
-        self.keeps_end = False
+        self.ends_at_signal = False
         self.origin_s: float = time.perf_counter()
         self.plan: Plan | None = None
         self.notes: dict[str, Any] = {}

@@ -14,7 +14,6 @@ from offbeat.core.plan import Plan
 from offbeat.core.profile import Profile
 from offbeat.core.sim.trace import Trace, spans_from_dict, whole_periods
 from offbeat.core.strategy.registry import read_plan
-from offbeat.core.words import count_text
 from offbeat.experiments.record.disturbed import Disturbance, disturbance_of
 from offbeat.jobs.record_lines import RankLines, rank_files, read_rank
 
@@ -378,14 +377,11 @@ def _load_contestant(
 def load_repetition(folder: Path, index: int) -> Repetition:
     """Read the folder of one repetition."""
     records, problems = list[RankRecord](), list[str]()
-    for rank, file in rank_files(folder).items():
-        lines, failed = _load_optional(file, lambda lines: lines, read_rank)
+    for file in rank_files(folder).values():
+        record, failed = _load_optional(file, load_rank, Path)
         problems += failed
-        if lines is not None and lines.damaged:
-            count = count_text(lines.damaged, "line")
-            problems.append(f"{file.name} cannot be read: {count} are not of a record")
-        elif lines is not None and lines.iterations.fields:  # a server has none
-            records.append(_rank_record(rank, lines))
+        if record is not None:
+            records.append(record)
     ends: dict[str, list[int]] = {}
     for record in records:
         if record.cut:
@@ -435,20 +431,18 @@ def _rank_names(ranks: list[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
-def read_record(path: Path) -> RankRecord:
-    """Read the record of one rank.
+def load_rank(path: Path) -> RankRecord | None:
+    """Return the record of a rank of which every iteration is recorded; None without an iteration,
+    as of a server.
 
     Raises:
-        ValueError: it holds no iteration, or lines that cannot be read.
+        ValueError: a line is not one of a record.
     """
     lines = read_rank(path)
-    if lines.damaged or not lines.iterations.fields:
-        raise ValueError(f"record ({path}) must hold lines of iterations, and nothing else")
-    return _rank_record(int(path.stem.removeprefix("rank")), lines)
-
-
-def _rank_record(rank: int, lines: RankLines) -> RankRecord:
-    """Return the record of a rank of which every iteration is recorded."""
+    if lines.damaged:
+        raise ValueError(f"lines that are no lines of a record: {lines.damaged:,}")
+    if not lines.iterations.fields:
+        return None
     own, end = lines.iterations, lines.end or {}
     about, last = own.fields, lines.spans[-1] if lines.spans else {}
     events = {
@@ -466,7 +460,7 @@ def _rank_record(rank: int, lines: RankLines) -> RankRecord:
         uneven=about["uneven"],
     )
     return RankRecord(
-        rank,
+        int(path.stem.removeprefix("rank")),
         about["strategy"],
         trace,
         losses=tuple(own.losses()),

@@ -89,21 +89,14 @@ def draw(run: Run, contestant: Contestant, name: str, length_s: float) -> Drawn 
     names = [bucket.name for bucket in run.profile.buckets] if run.profile else []
     expected_s = {} if predicted is None else _expected_seconds(predicted)
     order = _lane_names(run.profile, (measured, predicted))
-    hosts = [] if measured is None else _host_parts(measured)
-    ranks = [] if measured is None else _shown_ranks(measured, hosts)
-
-    def measured_lanes(rank: int, host: str) -> list[Lane]:
-        assert measured is not None
-        describe = describer(
-            measured.zero_s[rank],
-            measured.generations,
-            names,
-            expected_s,
-            measured.iterations.start,
-        )
-        return list(_lanes(measured, rank, order, describe, host))
-
-    lanes = [lane for rank, host in ranks for lane in measured_lanes(rank, host)]
+    lanes, hosts, ranks = list[Lane](), list[tuple[int, float, float]](), list[tuple[int, str]]()
+    if measured is not None:
+        hosts = _host_parts(measured)
+        ranks = _shown_ranks(measured, hosts)
+        about = measured.generations, names, expected_s, measured.iterations.start
+        for rank, host in ranks:
+            describe = describer(measured.zero_s[rank], *about)
+            lanes += _lanes(measured, rank, order, describe, host)
     if predicted is not None:
         rank = next(iter(predicted.shown))
         describe = describer(predicted.zero_s[rank], predicted.generations, names)
